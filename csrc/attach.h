@@ -1,0 +1,36 @@
+// Puts the probes into the running MLX and takes them out again.
+
+#pragma once
+
+#include <string>
+#include <vector>
+
+#include "patch_set.h"
+
+namespace mlxmem {
+
+// Checks every fact of mlx_abi.h on the running process, then patches all hook
+// points. Throws AttachError, with nothing changed, when a fact doesn't hold.
+// No effect when attached already.
+void attach();
+
+// Restores every word. Returns what could not be restored, empty when all was.
+std::string detach();
+
+bool is_attached();
+
+// Patches the libraries that were loaded since the last call. Returns how many
+// words were changed.
+size_t attach_new_images();
+
+// The words that are changed now.
+std::vector<Patch> patched_words();
+
+// "cpu", "cuda" or "metal", by the class of the allocator.
+std::string backend();
+
+// Around fork(), see hook_api.cpp.
+void lock_attach();
+void unlock_attach();
+
+} // namespace mlxmem

@@ -1,0 +1,287 @@
+#include "books.h"
+
+#include <sys/syscall.h>
+#include <time.h>
+#include <unistd.h>
+
+#include <algorithm>
+
+namespace mlxmem {
+
+namespace {
+
+uint64_t clock_ns(clockid_t clock) {
+  timespec t;
+  clock_gettime(clock, &t);
+  return t.tv_sec * 1000000000ull + t.tv_nsec;
+}
+
+thread_local uint32_t thread_id = 0;
+
+} // namespace
+
+uint32_t current_thread_id() {
+  if (!thread_id) {
+    thread_id = syscall(SYS_gettid);
+  }
+  return thread_id;
+}
+
+void forget_current_thread_id() {
+  thread_id = 0;
+}
+
+void Books::start(uint64_t max_entries, const Counters& counters) {
+  log_.reset(max_entries);
+  table_.clear();
+  totals_ = Totals();
+  totals_.now = counters;
+  totals_.now.peak = counters.active;
+  totals_.at_start = counters;
+  totals_.start_us = clock_ns(CLOCK_REALTIME) / 1000;
+  totals_.max_entries = max_entries;
+  unknown_cached_ = counters.cache;
+  start_ns_ = clock_ns(CLOCK_MONOTONIC);
+  ++session_;
+}
+
+void Books::observe_cache(uint64_t cache) {
+  if (cache < totals_.now.cache) {
+    evict(totals_.now.cache - cache);
+  } else if (cache > totals_.now.cache) {
+    uint64_t extra = cache - totals_.now.cache;
+    unknown_cached_ += extra;
+    totals_.now.cache += extra;
+    totals_.unexplained += extra;
+  }
+}
+
+void Books::allocated(
+    uint64_t address,
+    uint64_t size,
+    uint64_t requested_size,
+    uint64_t before,
+    uint64_t after,
+    const Origin& origin) {
+  observe_cache(before);
+  uint64_t left_cache = before > after ? before - after : 0;
+  uint32_t slot = table_.find(address);
+  Action action = Action::AllocNew;
+  if (slot == BufferTable::kNone) {
+    if (size && left_cache >= size && unknown_cached_ >= size) {
+      action = Action::AllocReuse;
+      unknown_cached_ -= size;
+    }
+  } else if (!table_[slot].cached) {
+    forget_active(slot);
+  } else if (size && left_cache >= size && table_[slot].event.size == size) {
+    action = Action::AllocReuse;
+    table_.remove_cached(slot);
+    table_.erase(slot);
+  } else {
+    // The address left the cache and came back from the OS.
+    uint64_t old_size = table_[slot].event.size;
+    log(Action::FreeCacheToOS, table_[slot].event);
+    table_.remove_cached(slot);
+    table_.erase(slot);
+    totals_.now.cache -= old_size;
+  }
+  if (action == Action::AllocReuse) {
+    totals_.now.cache -= size;
+  }
+  allocated_as(action, address, size, requested_size, origin);
+  observe_cache(after);
+}
+
+void Books::made_buffer(
+    uint64_t address,
+    uint64_t size,
+    const Origin& origin) {
+  allocated_as(Action::AllocMakeBuffer, address, size, size, origin);
+}
+
+void Books::bound(
+    uint64_t address,
+    uint64_t size,
+    const Counters& counters,
+    const Origin& origin) {
+  // Every active byte is booked already: a weak copy of an older array.
+  if (size == 0 || counters.active < totals_.now.active + size) {
+    return;
+  }
+  allocated(address, size, size, totals_.now.cache, counters.cache, origin);
+}
+
+bool Books::is_active(uint64_t address) const {
+  uint32_t slot = table_.find(address);
+  return slot != BufferTable::kNone && !table_[slot].cached;
+}
+
+void Books::allocated_as(
+    Action action,
+    uint64_t address,
+    uint64_t size,
+    uint64_t requested_size,
+    const Origin& origin) {
+  uint32_t slot = table_.insert(address);
+  auto& buffer = table_[slot];
+  buffer.event_number = log_.next();
+  buffer.event.size = size;
+  buffer.event.requested_size = requested_size;
+  buffer.event.traceback = origin.session == session_ ? origin.traceback : 0;
+  buffer.event.primitive = origin.primitive;
+  buffer.event.stream = origin.stream;
+  log(action, buffer.event);
+  totals_.now.active += size;
+  totals_.now.peak = std::max(totals_.now.peak, totals_.now.active);
+  ++totals_.live_buffers;
+  ++totals_.allocations;
+  totals_.reuses += action == Action::AllocReuse;
+}
+
+void Books::freed(
+    uint64_t address,
+    uint64_t size,
+    uint64_t before,
+    uint64_t after) {
+  observe_cache(before);
+  uint32_t slot = table_.find(address);
+  if (slot != BufferTable::kNone) {
+    size = table_[slot].event.size;
+  }
+  bool to_cache = size && after == before + size;
+  if (size && !to_cache && before && after == size) {
+    // Somebody cleared the cache just before the buffer went into it.
+    observe_cache(0);
+    to_cache = true;
+  }
+  removed_as(
+      to_cache ? Action::FreeActiveToCache : Action::FreeActiveToOS,
+      address,
+      size);
+  observe_cache(after);
+}
+
+void Books::released(uint64_t address, uint64_t size) {
+  uint32_t slot = table_.find(address);
+  removed_as(
+      Action::Release,
+      address,
+      slot == BufferTable::kNone ? size : table_[slot].event.size);
+}
+
+void Books::removed_as(Action action, uint64_t address, uint64_t size) {
+  uint32_t slot = table_.find(address);
+  if (slot == BufferTable::kNone) {
+    slot = table_.insert(address);
+    table_[slot].event.size = size;
+    table_[slot].event.requested_size = size;
+  } else if (table_[slot].cached) {
+    // Freed though it lies in the cache: its allocation was not seen.
+    table_.remove_cached(slot);
+    totals_.now.cache -= size;
+    totals_.now.active += size;
+    totals_.unexplained += size;
+  } else {
+    --totals_.live_buffers;
+  }
+  auto& buffer = table_[slot];
+  buffer.event_number = log_.next();
+  buffer.event.stream = -1;
+  log(action, buffer.event);
+  totals_.now.active -= size;
+  ++totals_.frees;
+  if (action == Action::FreeActiveToCache) {
+    table_.push_cached(slot);
+    totals_.now.cache += size;
+  } else {
+    table_.erase(slot);
+  }
+}
+
+// MLX handed out an address that the table holds as active: its free was not
+// seen.
+void Books::forget_active(uint32_t slot) {
+  totals_.unexplained += table_[slot].event.size;
+  removed_as(
+      Action::FreeActiveToOS,
+      table_[slot].event.address,
+      table_[slot].event.size);
+}
+
+void Books::evict(uint64_t bytes) {
+  // Buffers cached before the session began are older than every known one.
+  uint64_t unknown = std::min(bytes, unknown_cached_);
+  if (unknown) {
+    Event event = {};
+    event.size = unknown;
+    event.requested_size = unknown;
+    log(Action::FreeCacheToOS, event);
+    unknown_cached_ -= unknown;
+    totals_.now.cache -= unknown;
+    bytes -= unknown;
+  }
+  while (bytes && table_.oldest_cached() != BufferTable::kNone) {
+    uint64_t size = table_[table_.oldest_cached()].event.size;
+    if (size > bytes) {
+      break;
+    }
+    evict_oldest();
+    bytes -= size;
+  }
+  // Buffer by buffer it doesn't add up: some other one went. The totals stay
+  // right, and the difference is shown.
+  if (bytes) {
+    uint64_t known = table_[table_.oldest_cached()].event.size;
+    evict_oldest();
+    unknown_cached_ += known - bytes;
+    totals_.now.cache += known - bytes;
+    totals_.unexplained += bytes;
+  }
+}
+
+void Books::evict_oldest() {
+  uint32_t slot = table_.oldest_cached();
+  uint64_t size = table_[slot].event.size;
+  log(Action::FreeCacheToOS, table_[slot].event);
+  table_.remove_cached(slot);
+  table_.erase(slot);
+  totals_.now.cache -= size;
+}
+
+void Books::log(Action action, Event& event) {
+  event.timestamp_us = (clock_ns(CLOCK_MONOTONIC) - start_ns_) / 1000;
+  event.kind = static_cast<uint8_t>(action);
+  event.thread_id = current_thread_id();
+  if (action > Action::AllocMakeBuffer) {
+    event.stream = -1;
+  }
+  log_.append(event);
+}
+
+Totals Books::totals() const {
+  Totals totals = totals_;
+  totals.events = log_.next();
+  totals.dropped = log_.first();
+  return totals;
+}
+
+std::vector<Event> Books::events() const {
+  std::vector<Event> events(log_.next() - log_.first());
+  log_.copy_to(events.data());
+  return events;
+}
+
+std::vector<Event> Books::older_buffers() const {
+  std::vector<Event> buffers;
+  table_.for_each([&](const TrackedBuffer& buffer) {
+    if (buffer.event_number < log_.first()) {
+      buffers.push_back(buffer.event);
+      buffers.back().kind = static_cast<uint8_t>(
+          buffer.cached ? BufferState::Cached : BufferState::Active);
+    }
+  });
+  return buffers;
+}
+
+} // namespace mlxmem

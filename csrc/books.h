@@ -1,0 +1,114 @@
+// Keeps account of MLX's buffers: turns what the allocator did into events and
+// holds the totals that must equal MLX's own counters at every quiet moment.
+// Not synchronised: the probes hold one lock around the allocator's call and the
+// booking of it, so that the log has the order of the allocator.
+
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include "buffer_table.h"
+#include "event.h"
+#include "event_log.h"
+
+namespace mlxmem {
+
+// To whom an allocation belongs.
+struct Origin {
+  TracebackId traceback = 0;
+  uint32_t session = 0; // in which traceback was captured
+  int32_t stream = -1;
+  PrimitiveId primitive = 0;
+};
+
+// MLX's counters, in bytes.
+struct Counters {
+  uint64_t active = 0;
+  uint64_t cache = 0;
+  uint64_t peak = 0;
+};
+
+struct Totals {
+  Counters now; // peak: the highest active since the session began
+  Counters at_start;
+  int64_t start_us = 0; // Unix epoch, microseconds
+  uint64_t events = 0; // of the session, dropped ones included
+  uint64_t dropped = 0;
+  uint64_t max_entries = 0;
+  uint64_t live_buffers = 0; // allocated in this session and active
+  uint64_t allocations = 0;
+  uint64_t reuses = 0;
+  uint64_t frees = 0;
+  uint64_t unexplained = 0; // bytes that MLX's counters moved without a cause
+};
+
+class Books {
+ public:
+  void start(uint64_t max_entries, const Counters& counters);
+
+  // The cache as MLX counts it now, bytes. What left it since the last look
+  // was cleared or trimmed: everything, or the oldest buffers.
+  void observe_cache(uint64_t cache);
+
+  // The allocator handed out a buffer; before and after are MLX's cache
+  // counter around the call.
+  void allocated(
+      uint64_t address,
+      uint64_t size,
+      uint64_t requested_size,
+      uint64_t before,
+      uint64_t after,
+      const Origin& origin);
+
+  // The allocator wrapped memory that it doesn't own.
+  void made_buffer(uint64_t address, uint64_t size, const Origin& origin);
+
+  // The allocator took a buffer back. size counts only for a buffer that is
+  // not known, one from before the session.
+  void freed(uint64_t address, uint64_t size, uint64_t before, uint64_t after);
+  void released(uint64_t address, uint64_t size);
+
+  // An array was given a buffer that may have bypassed the allocator's vtable.
+  void bound(uint64_t address, uint64_t size, const Counters&, const Origin&);
+
+  bool is_active(uint64_t address) const;
+  bool knows(uint64_t address) const {
+    return table_.find(address) != BufferTable::kNone;
+  }
+
+  uint32_t session() const {
+    return session_;
+  }
+  Totals totals() const;
+  // The retained events, oldest first, and the buffers that are there now but
+  // whose last event is no longer retained.
+  std::vector<Event> events() const;
+  std::vector<Event> older_buffers() const;
+
+ private:
+  void allocated_as(
+      Action action,
+      uint64_t address,
+      uint64_t size,
+      uint64_t requested_size,
+      const Origin& origin);
+  void removed_as(Action action, uint64_t address, uint64_t size);
+  // Stamps the event and appends a copy of it.
+  void log(Action action, Event& event);
+  void evict(uint64_t bytes);
+  void evict_oldest();
+  void forget_active(uint32_t slot);
+
+  EventLog log_;
+  BufferTable table_;
+  Totals totals_;
+  uint64_t unknown_cached_ = 0; // bytes cached before the session began
+  uint64_t start_ns_ = 0; // CLOCK_MONOTONIC
+  uint32_t session_ = 0;
+};
+
+uint32_t current_thread_id();
+void forget_current_thread_id(); // in a forked child
+
+} // namespace mlxmem

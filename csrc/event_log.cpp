@@ -1,0 +1,46 @@
+#include "event_log.h"
+
+#include <algorithm>
+
+namespace mlxmem {
+
+void EventLog::reset(uint64_t max_entries) {
+  chunks_.clear();
+  chunks_.shrink_to_fit();
+  max_entries_ = max_entries;
+  next_ = 0;
+  position_ = 0;
+}
+
+void EventLog::append(const Event& event) {
+  size_t chunk = position_ / kChunk;
+  if (chunk >= chunks_.size()) {
+    chunks_.emplace_back(new Event[kChunk]);
+  }
+  chunks_[chunk][position_ % kChunk] = event;
+  ++next_;
+  if (++position_ == max_entries_) { // never with max_entries_ 0
+    position_ = 0;
+  }
+}
+
+void EventLog::copy_to(Event* out) const {
+  uint64_t n = next_ - first();
+  uint64_t position = n == max_entries_ && n ? position_ : 0;
+  while (n) {
+    uint64_t in_chunk = position % kChunk;
+    uint64_t run = std::min<uint64_t>(n, kChunk - in_chunk);
+    if (max_entries_) {
+      run = std::min(run, max_entries_ - position);
+    }
+    const Event* from = &chunks_[position / kChunk][in_chunk];
+    out = std::copy(from, from + run, out);
+    n -= run;
+    position += run;
+    if (position == max_entries_) {
+      position = 0;
+    }
+  }
+}
+
+} // namespace mlxmem

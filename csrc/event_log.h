@@ -1,0 +1,48 @@
+// Where events go: a ring that keeps the last max_entries, or a list that
+// grows without limit. Not synchronised; Books calls it under its lock.
+
+#pragma once
+
+#include <cstddef>
+#include <memory>
+#include <vector>
+
+#include "event.h"
+
+namespace mlxmem {
+
+class EventLog {
+ public:
+  // max_entries 0: no limit. Drops what was logged.
+  void reset(uint64_t max_entries);
+
+  // Throws std::bad_alloc when a new chunk can't be had.
+  void append(const Event& event);
+
+  // Number of the next event; the first one of a session is 0.
+  uint64_t next() const {
+    return next_;
+  }
+  // Number of the oldest event that is still here.
+  uint64_t first() const {
+    return max_entries_ && next_ > max_entries_ ? next_ - max_entries_ : 0;
+  }
+  uint64_t max_entries() const {
+    return max_entries_;
+  }
+
+  // Copies the events first() to next() - 1, oldest first.
+  void copy_to(Event* out) const;
+
+ private:
+  // Chunks come when they are first written: a short recording with a large
+  // limit stays small, and growing never moves an event.
+  static constexpr size_t kChunk = 1 << 14;
+
+  std::vector<std::unique_ptr<Event[]>> chunks_;
+  uint64_t max_entries_ = 0;
+  uint64_t next_ = 0;
+  uint64_t position_ = 0; // next_ modulo max_entries_
+};
+
+} // namespace mlxmem

@@ -1,0 +1,164 @@
+#include "hook_api.h"
+
+#include <pthread.h>
+
+#include <algorithm>
+#include <cstdio>
+#include <memory>
+#include <new>
+
+#include "attach.h"
+#include "primitive_names.h"
+#include "probes.h"
+
+using namespace mlxmem;
+
+namespace {
+
+void write_text(const std::string& text, char* out, size_t size) {
+  if (out && size) {
+    std::snprintf(out, size, "%s", text.c_str());
+  }
+}
+
+// A child of fork() has one thread, and no session: it must find every lock
+// free and MLX as it was before the attach.
+void before_fork() {
+  lock_attach();
+  lock_books();
+  lock_primitive_names();
+}
+
+void unlock_all() {
+  unlock_primitive_names();
+  unlock_books();
+  unlock_attach();
+}
+
+void in_child() {
+  unlock_all();
+  reset_after_fork();
+  detach();
+}
+
+void handle_forks() {
+  static int registered =
+      pthread_atfork(before_fork, unlock_all, in_child);
+  (void)registered;
+}
+
+template <typename Work>
+int guarded(char* message, size_t message_size, Work&& work) {
+  try {
+    return work();
+  } catch (const AttachError& error) {
+    write_text(error.what(), message, message_size);
+    return MLXMEM_UNSUPPORTED;
+  } catch (const std::bad_alloc&) {
+    write_text("out of memory", message, message_size);
+    return MLXMEM_NO_MEMORY;
+  }
+}
+
+} // namespace
+
+int mlxmem_enable(uint64_t max_entries, char* message, size_t message_size) {
+  return guarded(message, message_size, [&] {
+    handle_forks();
+    attach();
+    attach_new_images();
+    start_session(max_entries);
+    return MLXMEM_OK;
+  });
+}
+
+int mlxmem_disable(char* message, size_t message_size) {
+  return guarded(message, message_size, [&] {
+    stop_session();
+    std::string changed = detach();
+    if (!changed.empty()) {
+      write_text(changed, message, message_size);
+      return MLXMEM_NOT_RESTORED;
+    }
+    return MLXMEM_OK;
+  });
+}
+
+int mlxmem_is_enabled(void) {
+  return is_recording();
+}
+
+int mlxmem_ran_out_of_memory(void) {
+  return ran_out_of_memory();
+}
+
+void mlxmem_set_traceback_capture_func(uint32_t (*capture)(void)) {
+  set_traceback_capture_func(capture);
+}
+
+void mlxmem_set_traceback_tracking(int tracking) {
+  set_traceback_tracking(tracking != 0);
+}
+
+int mlxmem_copy_session(int with_events, mlxmem_copy* out) {
+  return guarded(nullptr, 0, [&] {
+    auto copy = std::make_unique<SessionCopy>(copy_session(with_events != 0));
+    auto& t = copy->totals;
+    out->totals = {
+        t.now.active,
+        t.now.cache,
+        t.now.peak,
+        t.at_start.active,
+        t.at_start.cache,
+        t.at_start.peak,
+        t.start_us,
+        t.events,
+        t.dropped,
+        t.max_entries,
+        t.live_buffers,
+        t.allocations,
+        t.reuses,
+        t.frees,
+        t.unexplained};
+    out->n_events = copy->events.size();
+    out->events = copy->events.data();
+    out->n_buffers = copy->older_buffers.size();
+    out->buffers = copy->older_buffers.data();
+    out->owner = copy.release();
+    return MLXMEM_OK;
+  });
+}
+
+void mlxmem_free_copy(mlxmem_copy* copy) {
+  delete static_cast<SessionCopy*>(copy->owner);
+  copy->owner = nullptr;
+}
+
+const char* mlxmem_primitive_name(uint32_t id) {
+  return id < (1u << 16) ? primitive_name(static_cast<PrimitiveId>(id))
+                         : nullptr;
+}
+
+int64_t mlxmem_attach_new_images(char* message, size_t message_size) {
+  int64_t changed = -1;
+  guarded(message, message_size, [&] {
+    changed = static_cast<int64_t>(attach_new_images());
+    return MLXMEM_OK;
+  });
+  return changed;
+}
+
+size_t mlxmem_patched_words(mlxmem_word* out, size_t capacity) {
+  auto words = patched_words();
+  for (size_t i = 0; i < std::min(capacity, words.size()); ++i) {
+    out[i] = {
+        reinterpret_cast<uint64_t>(words[i].address),
+        reinterpret_cast<uint64_t>(words[i].original),
+        reinterpret_cast<uint64_t>(words[i].replacement)};
+  }
+  return words.size();
+}
+
+void mlxmem_backend(char* out, size_t size) {
+  write_text(backend(), out, size);
+}

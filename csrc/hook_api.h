@@ -1,0 +1,72 @@
+// The C functions that Python calls through ctypes. Strings are UTF-8; a
+// function that can fail returns 0 or an error code and writes a message.
+
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "event.h"
+
+#if defined(_WIN32)
+#define MLXMEM_API extern "C" __declspec(dllexport)
+#else
+#define MLXMEM_API extern "C" __attribute__((visibility("default")))
+#endif
+
+enum mlxmem_status {
+  MLXMEM_OK = 0,
+  MLXMEM_UNSUPPORTED = 1, // a fact about MLX does not hold; nothing changed
+  MLXMEM_NO_MEMORY = 2,
+  MLXMEM_NOT_RESTORED = 3, // somebody else changed a patched word meanwhile
+};
+
+struct mlxmem_totals {
+  uint64_t active, cache, peak; // bytes, now or at the session's end
+  uint64_t active_at_enable, cache_at_enable, peak_at_enable; // bytes
+  int64_t start_us; // Unix epoch, microseconds
+  uint64_t events, dropped, max_entries;
+  uint64_t live_buffers, allocations, reuses, frees;
+  uint64_t unexplained; // bytes
+};
+
+struct mlxmem_copy {
+  mlxmem_totals totals;
+  uint64_t n_events;
+  const mlxmem::Event* events; // oldest first
+  uint64_t n_buffers;
+  const mlxmem::Event* buffers; // there now, last event no longer retained
+  void* owner; // for mlxmem_free_copy
+};
+
+struct mlxmem_word {
+  uint64_t address, original, replacement;
+};
+
+// Attaches if need be and starts a new session. max_entries 0: unlimited.
+MLXMEM_API int
+mlxmem_enable(uint64_t max_entries, char* message, size_t message_size);
+// Ends the session and restores every word.
+MLXMEM_API int mlxmem_disable(char* message, size_t message_size);
+MLXMEM_API int mlxmem_is_enabled(void);
+// Whether a session ended because memory for its events ran out.
+MLXMEM_API int mlxmem_ran_out_of_memory(void);
+
+// The function that gives the id of the calling thread's Python stack, 0 when
+// it holds no GIL; and whether it is asked.
+MLXMEM_API void mlxmem_set_traceback_capture_func(uint32_t (*capture)(void));
+MLXMEM_API void mlxmem_set_traceback_tracking(int tracking);
+
+// A copy of the session as it is now; with_events 0: the totals only.
+MLXMEM_API int mlxmem_copy_session(int with_events, mlxmem_copy* out);
+MLXMEM_API void mlxmem_free_copy(mlxmem_copy* copy);
+// nullptr beyond the last primitive.
+MLXMEM_API const char* mlxmem_primitive_name(uint32_t id);
+
+// Patches libraries that were loaded since; the number of words, or -1.
+MLXMEM_API int64_t
+mlxmem_attach_new_images(char* message, size_t message_size);
+// Writes up to capacity changed words and returns how many there are.
+MLXMEM_API size_t mlxmem_patched_words(mlxmem_word* out, size_t capacity);
+// "cpu", "cuda", "metal"; "" while nothing is attached.
+MLXMEM_API void mlxmem_backend(char* out, size_t size);

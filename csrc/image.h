@@ -1,0 +1,71 @@
+// A shared library or program that is loaded in this process: its symbols, its
+// import slots, its memory ranges. One implementation file per platform.
+
+#pragma once
+
+#include <cstdint>
+#include <functional>
+#include <string>
+#include <vector>
+
+namespace mlxmem {
+
+struct MemoryRange {
+  uintptr_t begin = 0;
+  uintptr_t end = 0;
+  bool contains(const void* address) const {
+    auto a = reinterpret_cast<uintptr_t>(address);
+    return a >= begin && a < end;
+  }
+};
+
+class Image {
+ public:
+  // Every image of the process, in load order.
+  static std::vector<Image> loaded();
+
+  const std::string& path() const {
+    return path_;
+  }
+  // Where the image lies; tells one load of a file from the next.
+  uintptr_t base() const {
+    return base_;
+  }
+  bool contains(const void* address) const;
+  bool is_code(const void* address) const {
+    return code_of(address).end != 0;
+  }
+  // The executable range around an address, an empty one when there is none.
+  MemoryRange code_of(const void* address) const;
+  // From the first mapped byte to the last.
+  MemoryRange span() const;
+
+  // Address of a dynamic symbol that this image defines, or nullptr.
+  void* symbol(const char* name) const;
+
+  // Calls visit(name, slot) for every function that this image imports through
+  // a word of its own.
+  void for_each_import(
+      const std::function<void(const char* name, void** slot)>& visit) const;
+
+  // Data that the loader makes read-only after relocation; vtables lie here.
+  const std::vector<MemoryRange>& constant_data() const {
+    return constant_data_;
+  }
+
+ private:
+  friend class ImageReader;
+
+  std::string path_;
+  uintptr_t base_ = 0;
+  std::vector<MemoryRange> mapped_;
+  std::vector<MemoryRange> code_;
+  std::vector<MemoryRange> constant_data_;
+  const void* symbols_ = nullptr;
+  const char* names_ = nullptr;
+  const uint32_t* gnu_hash_ = nullptr;
+  const void* import_relocations_ = nullptr;
+  size_t import_relocations_size_ = 0;
+};
+
+} // namespace mlxmem

@@ -1,0 +1,175 @@
+#include "image.h"
+
+#include <elf.h>
+#include <link.h>
+
+#include <algorithm>
+#include <cstring>
+
+namespace mlxmem {
+
+namespace {
+
+#if defined(__x86_64__)
+constexpr uint32_t kJumpSlot = R_X86_64_JUMP_SLOT;
+#elif defined(__aarch64__)
+constexpr uint32_t kJumpSlot = R_AARCH64_JUMP_SLOT;
+#else
+#error "mlxmem knows the import slots of x86-64 and aarch64 only"
+#endif
+
+uint32_t gnu_hash(const char* name) {
+  uint32_t h = 5381;
+  for (; *name; ++name) {
+    h = h * 33 + static_cast<unsigned char>(*name);
+  }
+  return h;
+}
+
+} // namespace
+
+class ImageReader {
+ public:
+  static int add(dl_phdr_info* info, size_t, void* images) {
+    Image image;
+    if (read(*info, &image)) {
+      static_cast<std::vector<Image>*>(images)->push_back(std::move(image));
+    }
+    return 0;
+  }
+
+ private:
+  static bool read(const dl_phdr_info& info, Image* image) {
+    image->path_ = info.dlpi_name ? info.dlpi_name : "";
+    image->base_ = info.dlpi_addr;
+    const ElfW(Dyn)* dynamic = nullptr;
+    for (int i = 0; i < info.dlpi_phnum; ++i) {
+      const ElfW(Phdr)& header = info.dlpi_phdr[i];
+      MemoryRange range;
+      range.begin = info.dlpi_addr + header.p_vaddr;
+      range.end = range.begin + header.p_memsz;
+      if (header.p_type == PT_LOAD) {
+        image->mapped_.push_back(range);
+        if (header.p_flags & PF_X) {
+          image->code_.push_back(range);
+        }
+      } else if (header.p_type == PT_GNU_RELRO) {
+        image->constant_data_.push_back(range);
+      } else if (header.p_type == PT_DYNAMIC) {
+        dynamic = reinterpret_cast<const ElfW(Dyn)*>(range.begin);
+      }
+    }
+    if (!dynamic) {
+      return false;
+    }
+    // glibc has relocated these pointers, other loaders leave them relative.
+    auto absolute = [&](ElfW(Addr) address) {
+      return address < info.dlpi_addr ? address + info.dlpi_addr : address;
+    };
+    bool rela = true;
+    for (auto* entry = dynamic; entry->d_tag != DT_NULL; ++entry) {
+      auto address = absolute(entry->d_un.d_ptr);
+      switch (entry->d_tag) {
+        case DT_SYMTAB:
+          image->symbols_ = reinterpret_cast<const void*>(address);
+          break;
+        case DT_STRTAB:
+          image->names_ = reinterpret_cast<const char*>(address);
+          break;
+        case DT_GNU_HASH:
+          image->gnu_hash_ = reinterpret_cast<const uint32_t*>(address);
+          break;
+        case DT_JMPREL:
+          image->import_relocations_ = reinterpret_cast<const void*>(address);
+          break;
+        case DT_PLTRELSZ:
+          image->import_relocations_size_ = entry->d_un.d_val;
+          break;
+        case DT_PLTREL:
+          rela = entry->d_un.d_val == DT_RELA;
+          break;
+      }
+    }
+    if (!rela) {
+      image->import_relocations_size_ = 0;
+    }
+    return image->symbols_ && image->names_;
+  }
+};
+
+std::vector<Image> Image::loaded() {
+  std::vector<Image> images;
+  dl_iterate_phdr(ImageReader::add, &images);
+  return images;
+}
+
+bool Image::contains(const void* address) const {
+  for (auto& range : mapped_) {
+    if (range.contains(address)) {
+      return true;
+    }
+  }
+  return false;
+}
+
+MemoryRange Image::code_of(const void* address) const {
+  for (auto& range : code_) {
+    if (range.contains(address)) {
+      return range;
+    }
+  }
+  return MemoryRange();
+}
+
+MemoryRange Image::span() const {
+  MemoryRange span = mapped_.empty() ? MemoryRange() : mapped_.front();
+  for (auto& range : mapped_) {
+    span.begin = std::min(span.begin, range.begin);
+    span.end = std::max(span.end, range.end);
+  }
+  return span;
+}
+
+void* Image::symbol(const char* name) const {
+  if (!gnu_hash_) {
+    return nullptr;
+  }
+  uint32_t n_buckets = gnu_hash_[0];
+  uint32_t first = gnu_hash_[1];
+  uint32_t bloom_words = gnu_hash_[2];
+  auto* buckets = gnu_hash_ + 4 + bloom_words * (sizeof(ElfW(Addr)) / 4);
+  auto* chain = buckets + n_buckets;
+  auto* symbols = static_cast<const ElfW(Sym)*>(symbols_);
+  uint32_t h = gnu_hash(name);
+  uint32_t i = n_buckets ? buckets[h % n_buckets] : 0;
+  if (i < first) {
+    return nullptr;
+  }
+  for (;; ++i) {
+    uint32_t entry = chain[i - first];
+    if ((entry | 1) == (h | 1) && symbols[i].st_shndx != SHN_UNDEF &&
+        std::strcmp(names_ + symbols[i].st_name, name) == 0) {
+      return reinterpret_cast<void*>(base_ + symbols[i].st_value);
+    }
+    if (entry & 1) { // the chain's last entry
+      return nullptr;
+    }
+  }
+}
+
+void Image::for_each_import(
+    const std::function<void(const char* name, void** slot)>& visit) const {
+  auto* relocation = static_cast<const ElfW(Rela)*>(import_relocations_);
+  size_t n = import_relocations_size_ / sizeof(ElfW(Rela));
+  auto* symbols = static_cast<const ElfW(Sym)*>(symbols_);
+  for (size_t i = 0; i < n; ++i) {
+    if (ELF64_R_TYPE(relocation[i].r_info) == kJumpSlot) {
+      auto& symbol = symbols[ELF64_R_SYM(relocation[i].r_info)];
+      visit(
+          names_ + symbol.st_name,
+          reinterpret_cast<void**>(base_ + relocation[i].r_offset));
+    }
+  }
+}
+
+} // namespace mlxmem

@@ -1,0 +1,201 @@
+// Every fact about MLX's binary interface that mlxmem relies on stands here.
+// The values were read from the wheels of MLX 0.30.6 to 0.32.4 for Linux;
+// attach.cpp checks them on the running process before it changes a word.
+
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <functional>
+
+namespace mlxmem::abi {
+
+// ---- mlx::core::allocator ------------------------------------------------
+
+// Buffer is one pointer and travels in a register; it is void* here.
+using MallocFn = void* (*)(void* self, size_t size);
+using FreeFn = void (*)(void* self, void* buffer);
+using SizeFn = size_t (*)(const void* self, void* buffer);
+using MakeBufferFn = void* (*)(void* self, void* pointer, size_t size);
+
+enum AllocatorSlot {
+  kMalloc = 0,
+  kFree = 1,
+  kSize = 2,
+  kMakeBuffer = 3,
+  kRelease = 4,
+  kAllocatorSlots = 7, // then the complete and the deleting destructor
+};
+
+constexpr const char* kAllocatorSymbol =
+    "_ZN3mlx4core9allocator9allocatorEv";
+constexpr const char* kAllocatorTypeSymbol =
+    "_ZTIN3mlx4core9allocator9AllocatorE";
+using AllocatorGetter = void* (*)();
+
+// size_t(void), MLX's own counters in bytes.
+constexpr const char* kActiveMemorySymbol =
+    "_ZN3mlx4core17get_active_memoryEv";
+constexpr const char* kCacheMemorySymbol = "_ZN3mlx4core16get_cache_memoryEv";
+constexpr const char* kPeakMemorySymbol = "_ZN3mlx4core15get_peak_memoryEv";
+using CounterFn = size_t (*)();
+
+// ---- mlx::core::Primitive ------------------------------------------------
+
+using EvalFn = void (*)(void* self, const void* inputs, void* outputs);
+using NameFn = const char* (*)(const void* self);
+
+enum PrimitiveSlot { kEvalCpu = 0, kEvalGpu = 1, kName = 5 };
+
+constexpr const char* kPrimitiveTypeSymbol = "_ZTIN3mlx4core9PrimitiveE";
+constexpr size_t kPrimitiveStream = 8; // Stream: int index, then the device
+
+struct Stream {
+  int index;
+  int device_type;
+  int device_index;
+};
+
+// Exported vtables whose classes have a fixed name(): the check that the RTTI
+// scan and the name slot are right.
+struct KnownPrimitive {
+  const char* vtable_symbol;
+  const char* name;
+};
+constexpr KnownPrimitive kKnownPrimitives[] = {
+    {"_ZTVN3mlx4core3AddE", "Add"},
+    {"_ZTVN3mlx4core3ExpE", "Exp"},
+};
+
+// CPU kernels that allocate scratch memory on the stream's worker thread
+// (LAPACK workspaces); RTTI names.
+constexpr const char* kAllocatesOnWorker[] = {
+    "N3mlx4core3SVDE",
+    "N3mlx4core3QRFE",
+    "N3mlx4core3LUFE",
+    "N3mlx4core3EigE",
+    "N3mlx4core4EighE",
+    "N3mlx4core7InverseE",
+    "N3mlx4core8CholeskyE",
+};
+
+// ---- mlx::core::array ----------------------------------------------------
+
+// array is one shared_ptr; its first word is the ArrayDesc.
+constexpr size_t kArraySize = 16;
+constexpr size_t kVectorBegin = 0;
+constexpr size_t kVectorEnd = 8;
+
+// ArrayDesc. Both paddings are never written by MLX: every store to `status`
+// and to `position` is 32 bits wide.
+constexpr size_t kDescSize = 368;
+constexpr size_t kDescShape = 0; // SmallVector: begin at 8, end at 16
+constexpr size_t kDescStrides = 72;
+constexpr size_t kDescElements = 184;
+constexpr size_t kDescDtype = 192;
+constexpr size_t kDescPrimitive = 200;
+constexpr size_t kDescStatus = 216;
+constexpr size_t kDescStatusPadding = 220;
+constexpr size_t kDescTailPadding = 364;
+
+// SmallVector<int, 10>: the allocator's byte, begin, end, capacity, storage.
+struct Shape {
+  void* allocator;
+  int* begin;
+  int* end;
+  int* capacity;
+  int storage[10];
+};
+static_assert(sizeof(Shape) == kDescStrides - kDescShape, "");
+constexpr size_t kSmallVectorBegin = 8;
+constexpr size_t kSmallVectorEnd = 16;
+
+// Dtype is {int32 val, uint8 size} and travels in one register.
+using DescLeafCtor = void (*)(void* self, Shape* shape, uint64_t dtype);
+using DescNodeCtor = void (*)(
+    void* self,
+    Shape* shape,
+    uint64_t dtype,
+    void* primitive_shared_ptr,
+    void* inputs_vector);
+using DescDtor = void (*)(void* self);
+using DescInitFn = void (*)(void* self);
+
+constexpr const char* kDescInitSymbol =
+    "_ZN3mlx4core5array9ArrayDesc4initEv";
+constexpr const char* kDescLeafCtorSymbol =
+    "_ZN3mlx4core5array9ArrayDescC1ENS0_11SmallVectorIiLm10ESaIiEEENS0_"
+    "5DtypeE";
+constexpr const char* kDescNodeCtorSymbol =
+    "_ZN3mlx4core5array9ArrayDescC1ENS0_11SmallVectorIiLm10ESaIiEEENS0_"
+    "5DtypeESt10shared_ptrINS0_9PrimitiveEESt6vectorIS1_SaIS1_EE";
+constexpr const char* kDescDtorSymbol = "_ZN3mlx4core5array9ArrayDescD1Ev";
+
+// array::set_data in its three eras. Flags is a one-byte struct in a register;
+// Strides, std::function and Data travel by invisible reference.
+struct Flags {
+  uint8_t bits;
+};
+using SetDataFn = void (*)(void* self, void* buffer_or_data, void* deleter);
+using SetDataLongFn = void (*)(
+    void* self,
+    void* buffer,
+    size_t data_size,
+    void* strides,
+    Flags flags,
+    void* deleter);
+using SetDataOffsetFn = void (*)(
+    void* self,
+    void* buffer,
+    size_t data_size,
+    void* strides,
+    Flags flags,
+    int64_t offset,
+    void* deleter);
+using SetDataOwnedFn = void (*)(void* self, void* data);
+using SetDataOwnedLongFn = void (*)(
+    void* self,
+    void* data,
+    size_t data_size,
+    void* strides,
+    Flags flags,
+    int64_t offset);
+
+// 0.30.6 to 0.32.3
+constexpr const char* kSetDataSymbol =
+    "_ZN3mlx4core5array8set_dataENS0_9allocator6BufferESt8functionIFvS3_EE";
+// 0.30.6 to 0.31.2
+constexpr const char* kSetDataLongSymbol =
+    "_ZN3mlx4core5array8set_dataENS0_9allocator6BufferEmNS0_11SmallVectorIlLm"
+    "10ESaIlEEENS1_5FlagsESt8functionIFvS3_EE";
+// 0.32.0 to 0.32.3
+constexpr const char* kSetDataOffsetSymbol =
+    "_ZN3mlx4core5array8set_dataENS0_9allocator6BufferEmNS0_11SmallVectorIlLm"
+    "10ESaIlEEENS1_5FlagsElSt8functionIFvS3_EE";
+// from 0.32.4; Data's first word is the buffer
+constexpr const char* kSetDataOwnedSymbol =
+    "_ZN3mlx4core5array8set_dataENS0_9allocator4DataE";
+constexpr const char* kSetDataOwnedLongSymbol =
+    "_ZN3mlx4core5array8set_dataENS0_9allocator4DataEmNS0_11SmallVectorIlLm10"
+    "ESaIlEEENS1_5FlagsEl";
+
+// ---- mlx::core::scheduler (out of line from 0.31.2) -----------------------
+
+constexpr const char* kEnqueueSymbol =
+    "_ZN3mlx4core9scheduler9Scheduler7enqueueENS0_6StreamESt8functionIFvvEE";
+using EnqueueFn =
+    void (*)(void* self, Stream stream, std::function<void()>* task);
+
+// ---- the Python binding ---------------------------------------------------
+
+// MLX's binding releases the GIL through these; both take or return a thread
+// state that is only handed on.
+constexpr const char* kReleaseGilSymbol = "PyEval_SaveThread";
+constexpr const char* kAcquireGilSymbol = "PyEval_RestoreThread";
+using ReleaseGilFn = void* (*)();
+using AcquireGilFn = void (*)(void* thread_state);
+
+// The file whose symbols and slots are meant when an error speaks of libmlx.
+constexpr const char* kVersionsKnownToWork = "0.30.6 to 0.32.4";
+
+} // namespace mlxmem::abi

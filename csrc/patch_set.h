@@ -1,0 +1,56 @@
+// Edits of single words of memory that are applied together and undone
+// together.
+
+#pragma once
+
+#include <cstdint>
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+namespace mlxmem {
+
+// A fact about the running MLX that does not hold. what() names it.
+class AttachError : public std::runtime_error {
+ public:
+  using std::runtime_error::runtime_error;
+};
+
+struct Patch {
+  void** address;
+  void* original;
+  void* replacement;
+  uintptr_t image_base; // 0: heap or static memory that is never unloaded
+  std::string what; // for messages
+};
+
+class PatchSet {
+ public:
+  void add(Patch patch) {
+    pending_.push_back(std::move(patch));
+  }
+
+  void discard_pending() {
+    pending_.clear();
+  }
+
+  // Writes every pending patch, or none: throws AttachError after taking back
+  // what was written if a word does not hold its original.
+  void apply();
+
+  // Puts every original back and reads it again. A word that somebody else
+  // has changed meanwhile is left alone and named in the returned text; empty
+  // when all is as before. Words of images that were unloaded are skipped.
+  std::string undo();
+
+  bool contains(void* const* address) const;
+  const std::vector<Patch>& applied() const {
+    return applied_;
+  }
+
+ private:
+  std::vector<Patch> pending_;
+  std::vector<Patch> applied_;
+};
+
+} // namespace mlxmem

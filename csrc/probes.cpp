@@ -1,0 +1,553 @@
+#include "probes.h"
+
+#include <time.h>
+
+#include <atomic>
+#include <mutex>
+#include <new>
+
+#include "primitive_classes.h"
+
+namespace mlxmem {
+
+Originals originals;
+
+namespace {
+
+// ---- state ---------------------------------------------------------------
+
+struct State {
+  std::atomic<bool> recording{false};
+  std::atomic<bool> tracking{true};
+  std::atomic<uint32_t> session{0};
+  std::atomic<TracebackCaptureFunc> capture{nullptr};
+  std::atomic<UnknownClassHandler> unknown_class{nullptr};
+  MemoryRange own_code; // where every replaced eval_cpu points to
+  bool out_of_memory = false; // under the books' mutex
+};
+
+State state;
+
+// Never destroyed: worker threads free buffers after static destructors ran.
+struct SharedBooks {
+  std::mutex mutex;
+  Books books;
+};
+SharedBooks& shared() {
+  static SharedBooks* instance = new SharedBooks;
+  return *instance;
+}
+
+// The primitive that this thread evaluates.
+struct Operation {
+  const void* primitive = nullptr; // nullptr on a worker: the name is known
+  PrimitiveClass* primitive_class = nullptr; // nullptr: no operation
+  TracebackId traceback = 0;
+  uint32_t session = 0;
+  int32_t stream = -1;
+  PrimitiveId name = 0;
+};
+
+struct ThreadState {
+  Operation operation;
+  // Captured when MLX's binding released the GIL, for what it does until it
+  // takes it again.
+  TracebackId released_traceback = 0;
+  uint32_t released_session = 0;
+  void* last_allocated = nullptr;
+  bool in_allocator = false;
+};
+
+thread_local ThreadState thread;
+
+bool recording() {
+  return state.recording.load(std::memory_order_acquire);
+}
+
+TracebackId capture() {
+  auto function = state.capture.load(std::memory_order_relaxed);
+  if (!function || !state.tracking.load(std::memory_order_relaxed)) {
+    return 0;
+  }
+  return function();
+}
+
+uint32_t session() {
+  return state.session.load(std::memory_order_relaxed);
+}
+
+// ---- the traceback id in a node ------------------------------------------
+
+// A node made while nothing was attached holds whatever the heap held. The
+// second padding holds a tag of session and address, so that neither an old
+// session's id nor a stray value passes for a traceback of this one.
+uint32_t node_tag(const void* desc, uint32_t session) {
+  return session * 0x9E3779B1u ^
+      static_cast<uint32_t>(reinterpret_cast<uintptr_t>(desc) >> 4);
+}
+
+uint32_t* word_at(void* object, size_t offset) {
+  return reinterpret_cast<uint32_t*>(static_cast<char*>(object) + offset);
+}
+
+const uint32_t* word_at(const void* object, size_t offset) {
+  return word_at(const_cast<void*>(object), offset);
+}
+
+// ---- to whom an allocation belongs ----------------------------------------
+
+Origin origin_of_node(const void* desc) {
+  Origin origin;
+  origin.session = session();
+  origin.traceback = traceback_of(desc);
+  return origin;
+}
+
+Origin origin_of_allocation() {
+  Origin origin;
+  auto& operation = thread.operation;
+  if (operation.primitive_class) {
+    if (!operation.name && operation.primitive) {
+      operation.name =
+          operation.primitive_class->name_of(operation.primitive);
+    }
+    origin.traceback = operation.traceback;
+    origin.session = operation.session;
+    origin.stream = operation.stream;
+    origin.primitive = operation.name;
+    return origin;
+  }
+  origin.session = session();
+  origin.traceback = capture();
+  if (!origin.traceback && thread.released_traceback) {
+    origin.traceback = thread.released_traceback;
+    origin.session = thread.released_session;
+  }
+  return origin;
+}
+
+class OperationScope {
+ public:
+  explicit OperationScope(const Operation& operation)
+      : outer_(thread.operation) {
+    thread.operation = operation;
+  }
+  ~OperationScope() {
+    thread.operation = outer_;
+  }
+  OperationScope(const OperationScope&) = delete;
+  OperationScope& operator=(const OperationScope&) = delete;
+
+ private:
+  Operation outer_;
+};
+
+// ---- bookkeeping that must not disturb MLX --------------------------------
+
+// Holds the books while the allocator works, which calls nobody back. An
+// allocator that did call back would find in_allocator set and pass through.
+class AllocatorScope {
+ public:
+  AllocatorScope() : lock_(shared().mutex) {
+    thread.in_allocator = true;
+  }
+  ~AllocatorScope() {
+    thread.in_allocator = false;
+  }
+  // The session may have ended while this thread waited.
+  bool recording() const {
+    return mlxmem::recording();
+  }
+
+  template <typename Work>
+  void book(Work&& work) {
+    try {
+      work(shared().books);
+    } catch (const std::bad_alloc&) {
+      state.out_of_memory = true;
+      state.recording.store(false, std::memory_order_release);
+    }
+  }
+
+ private:
+  std::lock_guard<std::mutex> lock_;
+};
+
+bool passes_through() {
+  return !recording() || thread.in_allocator;
+}
+
+uint64_t address_of(const void* pointer) {
+  return reinterpret_cast<uint64_t>(pointer);
+}
+
+void note_bound_buffer(const void* array, void* buffer) {
+  if (!buffer || passes_through()) {
+    return;
+  }
+  if (buffer == thread.last_allocated) { // seen by malloc a moment ago
+    thread.last_allocated = nullptr;
+    return;
+  }
+  Origin origin = thread.operation.primitive_class
+      ? origin_of_allocation()
+      : origin_of_node(*static_cast<void* const*>(array));
+  AllocatorScope scope;
+  if (!scope.recording() || shared().books.is_active(address_of(buffer))) {
+    return;
+  }
+  Counters counters;
+  counters.active = originals.active_memory();
+  counters.cache = originals.cache_memory();
+  size_t size = originals.size(originals.allocator, buffer);
+  scope.book([&](Books& books) {
+    books.bound(address_of(buffer), size, counters, origin);
+  });
+}
+
+Counters mlx_counters() {
+  Counters counters;
+  counters.active = originals.active_memory();
+  counters.cache = originals.cache_memory();
+  counters.peak = originals.peak_memory();
+  return counters;
+}
+
+// Threads that entered the allocator before its vtable was swapped finish
+// unseen. With the books locked nobody else enters: wait until the counters
+// stand still.
+Counters settled_counters() {
+  Counters counters = mlx_counters();
+  for (int i = 0; i < 50; ++i) {
+    timespec pause = {0, 20000};
+    nanosleep(&pause, nullptr);
+    Counters again = mlx_counters();
+    if (again.active == counters.active && again.cache == counters.cache) {
+      return again;
+    }
+    counters = again;
+  }
+  return counters;
+}
+
+} // namespace
+
+// ---- allocator -----------------------------------------------------------
+
+void* probes::malloc(void* self, size_t size) {
+  if (passes_through()) {
+    return originals.malloc(self, size);
+  }
+  Origin origin = origin_of_allocation();
+  AllocatorScope scope;
+  if (!scope.recording()) {
+    return originals.malloc(self, size);
+  }
+  size_t before = originals.cache_memory();
+  void* buffer = originals.malloc(self, size);
+  if (buffer) {
+    size_t real_size = originals.size(self, buffer);
+    size_t after = originals.cache_memory();
+    scope.book([&](Books& books) {
+      books.allocated(
+          address_of(buffer), real_size, size, before, after, origin);
+    });
+    thread.last_allocated = buffer;
+  }
+  return buffer;
+}
+
+void probes::free(void* self, void* buffer) {
+  if (!buffer || passes_through()) {
+    return originals.free(self, buffer);
+  }
+  AllocatorScope scope;
+  if (!scope.recording()) {
+    return originals.free(self, buffer);
+  }
+  if (buffer == thread.last_allocated) {
+    thread.last_allocated = nullptr;
+  }
+  size_t size = shared().books.knows(address_of(buffer))
+      ? 0
+      : originals.size(self, buffer);
+  size_t before = originals.cache_memory();
+  originals.free(self, buffer);
+  size_t after = originals.cache_memory();
+  scope.book([&](Books& books) {
+    books.freed(address_of(buffer), size, before, after);
+  });
+}
+
+void* probes::make_buffer(void* self, void* pointer, size_t size) {
+  if (passes_through()) {
+    return originals.make_buffer(self, pointer, size);
+  }
+  Origin origin = origin_of_allocation();
+  AllocatorScope scope;
+  void* buffer = originals.make_buffer(self, pointer, size);
+  if (buffer && scope.recording()) {
+    scope.book([&](Books& books) {
+      books.made_buffer(address_of(buffer), size, origin);
+    });
+    thread.last_allocated = buffer;
+  }
+  return buffer;
+}
+
+void probes::release(void* self, void* buffer) {
+  if (!buffer || passes_through()) {
+    return originals.release(self, buffer);
+  }
+  AllocatorScope scope;
+  size_t size = originals.size(self, buffer);
+  originals.release(self, buffer);
+  if (scope.recording()) {
+    scope.book([&](Books& books) {
+      books.released(address_of(buffer), size);
+    });
+  }
+}
+
+// ---- arrays --------------------------------------------------------------
+
+void probes::desc_init(void* desc) {
+  originals.desc_init(desc);
+  if (!recording()) {
+    return;
+  }
+  auto& operation = thread.operation;
+  TracebackId id = operation.primitive_class ? operation.traceback : capture();
+  uint32_t session_of_id =
+      operation.primitive_class ? operation.session : session();
+  if (!id && !operation.primitive_class) {
+    id = thread.released_traceback;
+    session_of_id = thread.released_session;
+  }
+  *word_at(desc, abi::kDescTailPadding) = id;
+  *word_at(desc, abi::kDescStatusPadding) = node_tag(desc, session_of_id);
+
+  // A class of a library that was loaded after the attach.
+  auto primitive = *reinterpret_cast<void****>(
+      static_cast<char*>(desc) + abi::kDescPrimitive);
+  if (primitive && !state.own_code.contains((*primitive)[abi::kEvalCpu])) {
+    auto handler = state.unknown_class.load(std::memory_order_relaxed);
+    if (handler) {
+      handler(*primitive);
+    }
+  }
+}
+
+TracebackId traceback_of(const void* desc) {
+  return desc &&
+          *word_at(desc, abi::kDescStatusPadding) == node_tag(desc, session())
+      ? *word_at(desc, abi::kDescTailPadding)
+      : 0;
+}
+
+void probes::set_data(void* self, void* buffer, void* deleter) {
+  note_bound_buffer(self, buffer);
+  originals.set_data(self, buffer, deleter);
+}
+
+void probes::set_data_long(
+    void* self,
+    void* buffer,
+    size_t data_size,
+    void* strides,
+    abi::Flags flags,
+    void* deleter) {
+  note_bound_buffer(self, buffer);
+  originals.set_data_long(self, buffer, data_size, strides, flags, deleter);
+}
+
+void probes::set_data_offset(
+    void* self,
+    void* buffer,
+    size_t data_size,
+    void* strides,
+    abi::Flags flags,
+    int64_t offset,
+    void* deleter) {
+  note_bound_buffer(self, buffer);
+  originals.set_data_offset(
+      self, buffer, data_size, strides, flags, offset, deleter);
+}
+
+void probes::set_data_owned(void* self, void* data) {
+  note_bound_buffer(self, *static_cast<void**>(data));
+  originals.set_data_owned(self, data);
+}
+
+void probes::set_data_owned_long(
+    void* self,
+    void* data,
+    size_t data_size,
+    void* strides,
+    abi::Flags flags,
+    int64_t offset) {
+  note_bound_buffer(self, *static_cast<void**>(data));
+  originals.set_data_owned_long(
+      self, data, data_size, strides, flags, offset);
+}
+
+// ---- primitives ----------------------------------------------------------
+
+void evaluate_primitive(
+    PrimitiveClass& primitive_class,
+    abi::EvalFn original,
+    void* primitive,
+    const void* inputs,
+    void* outputs) {
+  if (!recording()) {
+    return original(primitive, inputs, outputs);
+  }
+  Operation operation;
+  operation.primitive = primitive;
+  operation.primitive_class = &primitive_class;
+  operation.session = session();
+  operation.stream = static_cast<int32_t>(
+      *word_at(primitive, abi::kPrimitiveStream));
+  // outputs is a std::vector<array>; the first output's node was created at
+  // the line that called the operation.
+  auto begin = static_cast<void**>(outputs)[0];
+  auto end = static_cast<void**>(outputs)[1];
+  if (begin != end) {
+    operation.traceback = traceback_of(*static_cast<void**>(begin));
+  }
+  OperationScope scope(operation);
+  original(primitive, inputs, outputs);
+}
+
+namespace {
+
+// A kernel's part that runs on the stream's worker, with the operation it
+// belongs to.
+struct WorkerTask {
+  std::function<void()> task;
+  Operation operation;
+
+  void operator()() {
+    OperationScope scope(operation);
+    task();
+  }
+};
+
+} // namespace
+
+void probes::enqueue(
+    void* self,
+    abi::Stream stream,
+    std::function<void()>* task) {
+  auto* primitive_class = thread.operation.primitive_class;
+  if (primitive_class && primitive_class->allocates_on_worker && *task &&
+      recording()) {
+    // The primitive may be gone when the worker comes to it: name it now.
+    Origin origin = origin_of_allocation();
+    WorkerTask wrapped;
+    wrapped.operation = thread.operation;
+    wrapped.operation.primitive = nullptr;
+    wrapped.operation.name = origin.primitive;
+    wrapped.task.swap(*task);
+    try {
+      std::function<void()> with_operation(std::move(wrapped));
+      return originals.enqueue(self, stream, &with_operation);
+    } catch (const std::bad_alloc&) {
+      if (!wrapped.task) {
+        throw; // MLX's own
+      }
+      wrapped.task.swap(*task);
+    }
+  }
+  originals.enqueue(self, stream, task);
+}
+
+// ---- the GIL -------------------------------------------------------------
+
+void* probes::release_gil() {
+  if (recording()) {
+    thread.released_traceback = capture();
+    thread.released_session = session();
+  }
+  return originals.release_gil();
+}
+
+void probes::acquire_gil(void* thread_state) {
+  thread.released_traceback = 0;
+  originals.acquire_gil(thread_state);
+}
+
+// ---- control -------------------------------------------------------------
+
+void set_traceback_capture_func(TracebackCaptureFunc capture) {
+  state.capture.store(capture);
+}
+
+void set_traceback_tracking(bool tracking) {
+  state.tracking.store(tracking);
+}
+
+void set_unknown_class_handler(
+    UnknownClassHandler handler,
+    const MemoryRange& own_code) {
+  state.own_code = own_code;
+  state.unknown_class.store(handler);
+}
+
+void start_session(uint64_t max_entries) {
+  std::lock_guard<std::mutex> lock(shared().mutex);
+  state.recording.store(false, std::memory_order_release);
+  state.out_of_memory = false;
+  auto& books = shared().books;
+  books.start(max_entries, settled_counters());
+  state.session.store(books.session());
+  state.recording.store(true, std::memory_order_release);
+}
+
+void stop_session() {
+  std::lock_guard<std::mutex> lock(shared().mutex);
+  if (recording()) {
+    shared().books.observe_cache(originals.cache_memory());
+    state.recording.store(false, std::memory_order_release);
+  }
+}
+
+bool is_recording() {
+  return recording();
+}
+
+bool ran_out_of_memory() {
+  std::lock_guard<std::mutex> lock(shared().mutex);
+  return state.out_of_memory;
+}
+
+SessionCopy copy_session(bool with_events) {
+  SessionCopy copy;
+  std::lock_guard<std::mutex> lock(shared().mutex);
+  auto& books = shared().books;
+  if (recording()) {
+    books.observe_cache(originals.cache_memory());
+  }
+  copy.totals = books.totals();
+  if (with_events) {
+    copy.events = books.events();
+    copy.older_buffers = books.older_buffers();
+  }
+  return copy;
+}
+
+void lock_books() {
+  shared().mutex.lock();
+}
+
+void unlock_books() {
+  shared().mutex.unlock();
+}
+
+void reset_after_fork() {
+  state.recording.store(false, std::memory_order_release);
+  thread.released_traceback = 0;
+  forget_current_thread_id();
+}
+
+} // namespace mlxmem

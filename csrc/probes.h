@@ -1,0 +1,120 @@
+// What runs inside MLX while mlxmem is attached. attach.cpp puts these
+// functions in the place of MLX's; each calls the original and, while a session
+// records, notes what happened. The order is always: guard, flag, work.
+
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "books.h"
+#include "image.h"
+#include "mlx_abi.h"
+
+namespace mlxmem {
+
+using TracebackCaptureFunc = TracebackId (*)();
+
+// MLX's own functions. Set once, before the first patch; the probes stay
+// callable after the patches are gone, for threads that are still inside.
+struct Originals {
+  abi::CounterFn active_memory = nullptr;
+  abi::CounterFn cache_memory = nullptr;
+  abi::CounterFn peak_memory = nullptr;
+  abi::MallocFn malloc = nullptr;
+  abi::FreeFn free = nullptr;
+  abi::SizeFn size = nullptr;
+  abi::MakeBufferFn make_buffer = nullptr;
+  abi::FreeFn release = nullptr;
+  abi::DescInitFn desc_init = nullptr;
+  abi::SetDataFn set_data = nullptr;
+  abi::SetDataLongFn set_data_long = nullptr;
+  abi::SetDataOffsetFn set_data_offset = nullptr;
+  abi::SetDataOwnedFn set_data_owned = nullptr;
+  abi::SetDataOwnedLongFn set_data_owned_long = nullptr;
+  abi::EnqueueFn enqueue = nullptr;
+  abi::ReleaseGilFn release_gil = nullptr;
+  abi::AcquireGilFn acquire_gil = nullptr;
+  void* allocator = nullptr; // the object
+};
+extern Originals originals;
+
+namespace probes {
+
+void* malloc(void* self, size_t size);
+void free(void* self, void* buffer);
+void* make_buffer(void* self, void* pointer, size_t size);
+void release(void* self, void* buffer);
+void desc_init(void* desc);
+void set_data(void* self, void* buffer, void* deleter);
+void set_data_long(
+    void* self,
+    void* buffer,
+    size_t data_size,
+    void* strides,
+    abi::Flags flags,
+    void* deleter);
+void set_data_offset(
+    void* self,
+    void* buffer,
+    size_t data_size,
+    void* strides,
+    abi::Flags flags,
+    int64_t offset,
+    void* deleter);
+void set_data_owned(void* self, void* data);
+void set_data_owned_long(
+    void* self,
+    void* data,
+    size_t data_size,
+    void* strides,
+    abi::Flags flags,
+    int64_t offset);
+void enqueue(
+    void* self,
+    abi::Stream stream,
+    std::function<void()>* task);
+void* release_gil();
+void acquire_gil(void* thread_state);
+
+} // namespace probes
+
+// ---- control -------------------------------------------------------------
+
+// nullptr or false: nodes and allocations get no traceback.
+void set_traceback_capture_func(TracebackCaptureFunc capture);
+void set_traceback_tracking(bool tracking);
+
+// Called when a node is created whose primitive's eval_cpu lies outside of
+// own_code, the code of this library: a class that is not patched. It must not
+// throw.
+using UnknownClassHandler = void (*)(void** vtable);
+void set_unknown_class_handler(
+    UnknownClassHandler handler,
+    const MemoryRange& own_code);
+
+void start_session(uint64_t max_entries);
+void stop_session();
+bool is_recording();
+// Whether memory for the log ran out, which ends a session.
+bool ran_out_of_memory();
+
+struct SessionCopy {
+  Totals totals;
+  std::vector<Event> events;
+  std::vector<Event> older_buffers;
+};
+// What was recorded so far; with_events false: the totals only.
+SessionCopy copy_session(bool with_events);
+
+// The traceback id that a node carries; 0 when it was created outside the
+// running session.
+TracebackId traceback_of(const void* desc);
+
+// Around fork(): no other thread holds the books in the child, and the child
+// has no session.
+void lock_books();
+void unlock_books();
+void reset_after_fork();
+
+} // namespace mlxmem
