@@ -1,0 +1,81 @@
+# The README's two commands are `make demo` and `make test`. Each works alone on a
+# fresh clone; all it needs is Python >= 3.10 with headers and a C++17 compiler.
+
+PYTHON ?= python3
+VENV ?= .venv
+PYTEST_ARGS ?=
+MATRIX_ARGS ?=
+BENCH_ARGS ?=
+
+BIN := $(VENV)/bin
+# What a build depends on; an edit of any of these reinstalls the package.
+SOURCES := setup.py pyproject.toml MANIFEST.in $(wildcard csrc/*.cpp csrc/*.h) \
+  $(filter-out %.so %.c,$(wildcard src/mlxmem/*.*))
+CXX_FILES := $(wildcard csrc/*.cpp csrc/*.h src/mlxmem/*.h)
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test test-matrix bench picture lint format clean venv
+
+help: ## this list
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' \
+	  $(firstword $(MAKEFILE_LIST))
+	@echo "Variables: PYTHON (python3), VENV (.venv), PYTEST_ARGS, MATRIX_ARGS," \
+	  "BENCH_ARGS"
+
+demo: $(VENV)/.cpu ## train a small transformer under recording: out.pickle
+	$(BIN)/python examples/train_transformer.py --out out.pickle
+
+test: $(VENV)/.test ## run the tests (PYTEST_ARGS="-k name")
+	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+test-matrix: ## run the tests on every supported MLX and Python found
+	$(PYTHON) scripts/test_matrix.py $(MATRIX_ARGS)
+
+bench: $(VENV)/.cpu ## time training steps and tiny ops, recorded or not
+	$(BIN)/python benchmarks/step_overhead.py $(BENCH_ARGS)
+
+picture: $(VENV)/.dev ## draw docs/images/recording.png
+	$(BIN)/python examples/train_transformer.py --steps 3 --out build/picture.pickle
+	$(BIN)/python scripts/plot_recording.py build/picture.pickle \
+	  docs/images/recording.png
+
+lint: $(VENV)/.dev ## ruff, mypy and clang-format, without changing a file
+	$(BIN)/python -m ruff check .
+	$(BIN)/python -m ruff format --check .
+	$(BIN)/python -m mypy
+	$(if $(CXX_FILES),$(BIN)/clang-format --dry-run --Werror $(CXX_FILES))
+
+format: $(VENV)/.dev ## let ruff and clang-format rewrite the files
+	$(BIN)/python -m ruff check --fix .
+	$(BIN)/python -m ruff format .
+	$(if $(CXX_FILES),$(BIN)/clang-format -i $(CXX_FILES))
+
+clean: ## remove the venvs and everything that was built
+	rm -rf $(VENV) .venv-matrix build dist src/*.egg-info .hypothesis
+	rm -rf .mypy_cache .pytest_cache .ruff_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+venv: $(VENV)/.test ## only make the venv that the tests use
+
+$(VENV)/.made:
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and \
+	  "mlxmem needs Python >= 3.10; set PYTHON=")'
+	$(PYTHON) -m venv $(VENV)
+	touch $@
+
+# Not editable: what is tested is what a user installs. setuptools would pack files
+# from build/lib* that the source no longer has, so all but the compiled ones go
+# first; those compile again only where their sources changed.
+INSTALL = rm -rf build/lib*/mlxmem/*.p* build/bdist* && $(BIN)/python -m pip install -q
+
+$(VENV)/.cpu: $(VENV)/.made $(SOURCES)
+	$(INSTALL) '.[cpu]'
+	touch $@
+
+$(VENV)/.test: $(VENV)/.made $(SOURCES)
+	$(INSTALL) '.[cpu,test]'
+	touch $@ $(VENV)/.cpu
+
+$(VENV)/.dev: $(VENV)/.made $(SOURCES)
+	$(INSTALL) '.[cpu,test,dev]'
+	touch $@ $(VENV)/.test $(VENV)/.cpu

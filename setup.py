@@ -1,0 +1,42 @@
+"""The two compiled modules; everything else is in pyproject.toml."""
+
+from glob import glob
+
+from Cython.Build import cythonize
+from setuptools import Extension, setup
+
+# Loaded with ctypes, never imported, so it has no PyInit. It includes neither MLX
+# nor Python headers: one build serves every supported MLX.
+native = Extension(
+    "mlxmem._native",
+    sources=sorted(glob("csrc/*.cpp")),
+    depends=sorted(glob("csrc/*.h")),
+    include_dirs=["csrc"],
+    language="c++",
+    # initial-exec: the thread-local state is read on every allocation.
+    extra_compile_args=[
+        "-std=c++17",
+        "-O2",
+        "-fvisibility=hidden",
+        "-ftls-model=initial-exec",
+    ],
+)
+
+interner = Extension(
+    "mlxmem._interner",
+    sources=["src/mlxmem/_interner.pyx"],
+    depends=sorted(glob("src/mlxmem/*.h")),
+    include_dirs=["src/mlxmem"],
+    extra_compile_args=["-O3"],
+)
+
+setup(
+    ext_modules=[
+        native,
+        *cythonize(
+            [interner],
+            build_dir="build/cython",
+            compiler_directives={"language_level": "3"},
+        ),
+    ]
+)
