@@ -169,7 +169,8 @@ class DescCheck {
     originals.desc_init = reinterpret_cast<abi::DescInitFn>(
         required_symbol(mlx.image, abi::kDescInitSymbol));
 
-    abi::Shape shape = known_shape();
+    abi::Shape shape;
+    set_known(&shape);
     fill();
     leaf(memory_, &shape, kDtype);
     uint32_t leaf_status = word(abi::kDescStatus);
@@ -182,7 +183,7 @@ class DescCheck {
     // A shared_ptr without a control block owns nothing.
     void* primitive[2] = {this, nullptr};
     void* inputs[3] = {nullptr, nullptr, nullptr};
-    shape = known_shape();
+    set_known(&shape);
     fill();
     node(memory_, &shape, kDtype, primitive, inputs);
     uint32_t node_status = word(abi::kDescStatus);
@@ -201,12 +202,14 @@ class DescCheck {
   static constexpr uint64_t kDtype = 11 | 4ull << 32;
   static constexpr unsigned char kPattern = 0xA5;
 
-  static abi::Shape known_shape() {
-    abi::Shape shape = {};
-    shape.storage[0] = 3;
-    shape.storage[1] = 5;
-    shape.storage[2] = 7;
-    return shape;
+  static void set_known(abi::Shape* shape) {
+    *shape = {};
+    shape->begin = shape->storage;
+    shape->end = shape->storage + 3;
+    shape->capacity = shape->storage + 10;
+    shape->storage[0] = 3;
+    shape->storage[1] = 5;
+    shape->storage[2] = 7;
   }
 
   void fill() {
@@ -489,6 +492,13 @@ void remember(const std::vector<Image>& images) {
   }
 }
 
+// The copy of the allocator's vtable has the type in its head.
+std::string allocator_class() {
+  auto type =
+      static_cast<const TypeInfo*>(allocator_vtable[kVtableHead - 1]);
+  return type ? type->name : "";
+}
+
 MemoryRange own_code(const std::vector<Image>& images) {
   MemoryRange range;
   for (auto& image : images) {
@@ -621,16 +631,33 @@ std::vector<Patch> patched_words() {
 
 std::string backend() {
   std::lock_guard<std::mutex> lock(attach_mutex());
-  if (!attached) {
+  std::string name = allocator_class();
+  if (name.empty()) {
     return "";
   }
-  // The copy of the vtable has the type in its head.
-  std::string name =
-      static_cast<const TypeInfo*>(allocator_vtable[kVtableHead - 1])->name;
   if (name.find("CudaAllocator") != std::string::npos) {
     return "cuda";
   }
   return name.find("MetalAllocator") != std::string::npos ? "metal" : "cpu";
+}
+
+int64_t cache_limit() {
+  std::lock_guard<std::mutex> lock(attach_mutex());
+  if (allocator_class() != abi::kCpuAllocatorType) {
+    return -1;
+  }
+  auto memory_limit = reinterpret_cast<abi::CounterFn>(
+      attached_mlx.image.symbol(abi::kMemoryLimitSymbol));
+  auto word = [&](size_t offset) {
+    return attached_mlx.allocator[offset / sizeof(void*)];
+  };
+  auto same = [&](size_t offset, abi::CounterFn counter) {
+    return reinterpret_cast<size_t>(word(offset)) == counter();
+  };
+  bool known = memory_limit && same(abi::kCpuMemoryLimit, memory_limit) &&
+      same(abi::kCpuActiveMemory, originals.active_memory) &&
+      same(abi::kCpuPeakMemory, originals.peak_memory);
+  return known ? reinterpret_cast<int64_t>(word(abi::kCpuCacheLimit)) : -1;
 }
 
 void lock_attach() {

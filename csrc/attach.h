@@ -2,6 +2,7 @@
 
 #pragma once
 
+#include <cstdint>
 #include <string>
 #include <vector>
 
@@ -26,8 +27,12 @@ size_t attach_new_images();
 // The words that are changed now.
 std::vector<Patch> patched_words();
 
-// "cpu", "cuda" or "metal", by the class of the allocator.
+// "cpu", "cuda" or "metal", by the class of the allocator; empty before the
+// first attach.
 std::string backend();
+
+// The allocator's cache limit in bytes, -1 where it can't be told.
+int64_t cache_limit();
 
 // Around fork(), see hook_api.cpp.
 void lock_attach();

@@ -62,26 +62,29 @@ int guarded(char* message, size_t message_size, Work&& work) {
 
 } // namespace
 
-int mlxmem_enable(uint64_t max_entries, char* message, size_t message_size) {
-  return guarded(message, message_size, [&] {
+int mlxmem_attach(char* message, size_t message_size) {
+  return guarded(message, message_size, [] {
     handle_forks();
     attach();
     attach_new_images();
-    start_session(max_entries);
     return MLXMEM_OK;
   });
 }
 
-int mlxmem_disable(char* message, size_t message_size) {
+int mlxmem_detach(char* message, size_t message_size) {
   return guarded(message, message_size, [&] {
-    stop_session();
     std::string changed = detach();
-    if (!changed.empty()) {
-      write_text(changed, message, message_size);
-      return MLXMEM_NOT_RESTORED;
-    }
-    return MLXMEM_OK;
+    write_text(changed, message, message_size);
+    return changed.empty() ? MLXMEM_OK : MLXMEM_NOT_RESTORED;
   });
+}
+
+void mlxmem_start_session(uint64_t max_entries) {
+  start_session(max_entries);
+}
+
+void mlxmem_stop_session(void) {
+  stop_session();
 }
 
 int mlxmem_is_enabled(void) {
@@ -161,4 +164,8 @@ size_t mlxmem_patched_words(mlxmem_word* out, size_t capacity) {
 
 void mlxmem_backend(char* out, size_t size) {
   write_text(backend(), out, size);
+}
+
+int64_t mlxmem_cache_limit(void) {
+  return cache_limit();
 }

@@ -43,11 +43,13 @@ struct mlxmem_word {
   uint64_t address, original, replacement;
 };
 
-// Attaches if need be and starts a new session. max_entries 0: unlimited.
-MLXMEM_API int
-mlxmem_enable(uint64_t max_entries, char* message, size_t message_size);
-// Ends the session and restores every word.
-MLXMEM_API int mlxmem_disable(char* message, size_t message_size);
+// Checks the running MLX and puts the probes in; no effect when they are in.
+MLXMEM_API int mlxmem_attach(char* message, size_t message_size);
+// Restores every word.
+MLXMEM_API int mlxmem_detach(char* message, size_t message_size);
+// A session can start while attached. max_entries 0: unlimited.
+MLXMEM_API void mlxmem_start_session(uint64_t max_entries);
+MLXMEM_API void mlxmem_stop_session(void);
 MLXMEM_API int mlxmem_is_enabled(void);
 // Whether a session ended because memory for its events ran out.
 MLXMEM_API int mlxmem_ran_out_of_memory(void);
@@ -68,5 +70,7 @@ MLXMEM_API int64_t
 mlxmem_attach_new_images(char* message, size_t message_size);
 // Writes up to capacity changed words and returns how many there are.
 MLXMEM_API size_t mlxmem_patched_words(mlxmem_word* out, size_t capacity);
-// "cpu", "cuda", "metal"; "" while nothing is attached.
+// "cpu", "cuda", "metal"; "" before the first attach.
 MLXMEM_API void mlxmem_backend(char* out, size_t size);
+// The cache limit in bytes, -1 where this MLX does not show it.
+MLXMEM_API int64_t mlxmem_cache_limit(void);

@@ -38,7 +38,17 @@ constexpr const char* kActiveMemorySymbol =
     "_ZN3mlx4core17get_active_memoryEv";
 constexpr const char* kCacheMemorySymbol = "_ZN3mlx4core16get_cache_memoryEv";
 constexpr const char* kPeakMemorySymbol = "_ZN3mlx4core15get_peak_memoryEv";
+constexpr const char* kMemoryLimitSymbol = "_ZN3mlx4core16get_memory_limitEv";
 using CounterFn = size_t (*)();
+
+// The CPU's allocator from 0.32.0: MLX has no getter of the cache limit. Used
+// only where the words around it equal what MLX's functions return.
+constexpr const char* kCpuAllocatorType =
+    "N3mlx4core9allocator15CommonAllocatorE";
+constexpr size_t kCpuMemoryLimit = 8;
+constexpr size_t kCpuCacheLimit = 16;
+constexpr size_t kCpuActiveMemory = 24;
+constexpr size_t kCpuPeakMemory = 32;
 
 // ---- mlx::core::Primitive ------------------------------------------------
 

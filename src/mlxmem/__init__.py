@@ -1,0 +1,52 @@
+"""mlxmem: record every allocation of Apple's MLX with the line that caused it.
+
+>>> import mlxmem
+>>> mlxmem.enable()
+>>> train()
+>>> mlxmem.dump("out.pickle")  # open it at https://docs.pytorch.org/memory_viz
+"""
+
+from mlxmem._interner import capture_traceback, resolve_traceback
+from mlxmem._version import __version__
+from mlxmem.errors import UnsupportedMLXError
+from mlxmem.events import Action
+from mlxmem.fork_api import (
+    dump_snapshot,
+    get_memory_events,
+    record_memory_events,
+    to_snapshot,
+)
+from mlxmem.recorder import (
+    Stats,
+    disable,
+    dump,
+    enable,
+    events,
+    events_array,
+    is_enabled,
+    record,
+    snapshot,
+    stats,
+)
+
+__all__ = [
+    "Action",
+    "Stats",
+    "UnsupportedMLXError",
+    "__version__",
+    "capture_traceback",
+    "disable",
+    "dump",
+    "dump_snapshot",
+    "enable",
+    "events",
+    "events_array",
+    "get_memory_events",
+    "is_enabled",
+    "record",
+    "record_memory_events",
+    "resolve_traceback",
+    "snapshot",
+    "stats",
+    "to_snapshot",
+]

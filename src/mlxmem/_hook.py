@@ -1,0 +1,281 @@
+"""The native hook: what csrc/hook_api.h offers, with Python's types and errors."""
+
+from __future__ import annotations
+
+import ctypes
+import importlib.util
+from dataclasses import dataclass
+
+import numpy as np
+
+from mlxmem.errors import UnsupportedMLXError
+from mlxmem.events import RAW_BUFFER, RAW_EVENT, Records
+
+VERSIONS_KNOWN_TO_WORK = "0.30.6 to 0.32.4"
+
+_OK, _UNSUPPORTED, _NO_MEMORY = 0, 1, 2
+
+
+class _Totals(ctypes.Structure):
+    _fields_ = [
+        ("active", ctypes.c_uint64),
+        ("cache", ctypes.c_uint64),
+        ("peak", ctypes.c_uint64),
+        ("active_at_enable", ctypes.c_uint64),
+        ("cache_at_enable", ctypes.c_uint64),
+        ("peak_at_enable", ctypes.c_uint64),
+        ("start_us", ctypes.c_int64),
+        ("events", ctypes.c_uint64),
+        ("dropped", ctypes.c_uint64),
+        ("max_entries", ctypes.c_uint64),
+        ("live_buffers", ctypes.c_uint64),
+        ("allocations", ctypes.c_uint64),
+        ("reuses", ctypes.c_uint64),
+        ("frees", ctypes.c_uint64),
+        ("unexplained", ctypes.c_uint64),
+    ]
+
+
+class _Copy(ctypes.Structure):
+    _fields_ = [
+        ("totals", _Totals),
+        ("n_events", ctypes.c_uint64),
+        ("events", ctypes.c_void_p),
+        ("n_buffers", ctypes.c_uint64),
+        ("buffers", ctypes.c_void_p),
+        ("owner", ctypes.c_void_p),
+    ]
+
+
+class _Word(ctypes.Structure):
+    _fields_ = [
+        ("address", ctypes.c_uint64),
+        ("original", ctypes.c_uint64),
+        ("replacement", ctypes.c_uint64),
+    ]
+
+
+@dataclass(frozen=True)
+class Totals:
+    """The session's totals by the books. Bytes, microseconds and counts.
+
+    `unexplained` counts bytes by which MLX's counters moved without a call that the
+    probes saw: 0 unless something is wrong.
+    """
+
+    active: int
+    cache: int
+    peak: int
+    active_at_enable: int
+    cache_at_enable: int
+    peak_at_enable: int
+    start_us: int
+    events: int
+    dropped: int
+    max_entries: int
+    live_buffers: int
+    allocations: int
+    reuses: int
+    frees: int
+    unexplained: int
+
+
+def _load() -> ctypes.CDLL:
+    spec = importlib.util.find_spec("mlxmem._native")
+    if spec is None or spec.origin is None:
+        raise ImportError(
+            "mlxmem's native library is missing; install the package (pip install .) "
+            "rather than importing it from its source folder"
+        )
+    # CDLL releases the GIL around each call: the hook's locks are never waited for
+    # with the GIL held.
+    library = ctypes.CDLL(spec.origin)
+    text = [ctypes.c_char_p, ctypes.c_size_t]
+    for name, result, arguments in (
+        ("attach", ctypes.c_int, text),
+        ("detach", ctypes.c_int, text),
+        ("start_session", None, [ctypes.c_uint64]),
+        ("stop_session", None, []),
+        ("is_enabled", ctypes.c_int, []),
+        ("ran_out_of_memory", ctypes.c_int, []),
+        ("set_traceback_capture_func", None, [ctypes.c_void_p]),
+        ("set_traceback_tracking", None, [ctypes.c_int]),
+        ("copy_session", ctypes.c_int, [ctypes.c_int, ctypes.POINTER(_Copy)]),
+        ("free_copy", None, [ctypes.POINTER(_Copy)]),
+        ("primitive_name", ctypes.c_char_p, [ctypes.c_uint32]),
+        ("attach_new_images", ctypes.c_int64, text),
+        (
+            "patched_words",
+            ctypes.c_size_t,
+            [ctypes.POINTER(_Word), ctypes.c_size_t],
+        ),
+        ("backend", None, text),
+        ("cache_limit", ctypes.c_int64, []),
+    ):
+        function = getattr(library, f"mlxmem_{name}")
+        function.restype, function.argtypes = result, arguments
+    return library
+
+
+_native = _load()
+
+
+def attach(mlx_version: str) -> None:
+    """Check the running MLX and put the probes in; no effect when they are in.
+
+    Raises
+    ------
+    UnsupportedMLXError
+        A fact about MLX's binary interface does not hold. Nothing was changed.
+    MemoryError
+    """
+    message = ctypes.create_string_buffer(1024)
+    status = _native.mlxmem_attach(message, len(message))
+    if status == _NO_MEMORY:
+        raise MemoryError("mlxmem cannot attach to MLX")
+    if status != _OK:
+        raise UnsupportedMLXError(
+            f"mlxmem cannot record this MLX ({mlx_version}): {_text(message)}. "
+            f"Nothing was changed. MLX {VERSIONS_KNOWN_TO_WORK} on Linux is known to "
+            "work; install one of these or a newer mlxmem."
+        )
+
+
+def detach() -> None:
+    """Restore every word that attach() changed.
+
+    Raises
+    ------
+    RuntimeError
+        Somebody else changed one of these words meanwhile; it was left alone.
+    """
+    message = ctypes.create_string_buffer(1024)
+    status = _native.mlxmem_detach(message, len(message))
+    if status == _NO_MEMORY:
+        raise MemoryError("mlxmem cannot detach from MLX")
+    if status != _OK:
+        raise RuntimeError(
+            "mlxmem could not restore everything, since another tool changed it after "
+            f"enable(): {_text(message)}"
+        )
+
+
+def start_session(max_entries: int) -> None:
+    """Begin a session; forgets the events of the last one. 0 = unlimited."""
+    _native.mlxmem_start_session(max_entries)
+
+
+def stop_session() -> None:
+    """End the session and keep its events."""
+    _native.mlxmem_stop_session()
+
+
+def is_enabled() -> bool:
+    """Tell whether a session is recording in this process."""
+    return bool(_native.mlxmem_is_enabled())
+
+
+def ran_out_of_memory() -> bool:
+    """Tell whether the last session ended because its log could not grow."""
+    return bool(_native.mlxmem_ran_out_of_memory())
+
+
+def set_traceback_capture_func(address: int) -> None:
+    """Set the C function `uint32_t (*)(void)` that captures a Python stack.
+
+    It is called on any thread and returns 0 where the GIL is not held.
+    """
+    _native.mlxmem_set_traceback_capture_func(address)
+
+
+def set_traceback_tracking(tracking: bool) -> None:
+    """Choose whether the capture function is called."""
+    _native.mlxmem_set_traceback_tracking(tracking)
+
+
+def totals() -> Totals:
+    """Return the totals of the running or last session."""
+    return copy_session(with_events=False)[0]
+
+
+def copy_session(with_events: bool = True) -> tuple[Totals, Records, Records]:
+    """Copy the running or last session as it is now.
+
+    Returns
+    -------
+    totals : Totals
+    events : ndarray of RAW_EVENT, shape (n,)
+        Oldest first; empty without `with_events`.
+    buffers : ndarray of RAW_BUFFER, shape (m,)
+        Buffers that are there now and whose last event is no longer retained.
+
+    Raises
+    ------
+    MemoryError
+    """
+    copy = _Copy()
+    if _native.mlxmem_copy_session(with_events, ctypes.byref(copy)) != _OK:
+        raise MemoryError("the recorded events do not fit into memory a second time")
+    try:
+        return (
+            Totals(*(getattr(copy.totals, name) for name, _ in _Totals._fields_)),
+            _records(copy.events, copy.n_events, RAW_EVENT),
+            _records(copy.buffers, copy.n_buffers, RAW_BUFFER),
+        )
+    finally:
+        _native.mlxmem_free_copy(ctypes.byref(copy))
+
+
+def primitive_names() -> list[str]:
+    """Return the names of primitives, by the ids in events; [0] is ""."""
+    names: list[str] = []
+    while (name := _native.mlxmem_primitive_name(len(names))) is not None:
+        names.append(name.decode(errors="replace"))
+    return names
+
+
+def attach_new_images() -> int:
+    """Patch libraries that were loaded since; return how many words that were.
+
+    Raises
+    ------
+    UnsupportedMLXError
+        A library's import slot does not hold what it should; it is not patched.
+    """
+    message = ctypes.create_string_buffer(1024)
+    changed: int = _native.mlxmem_attach_new_images(message, len(message))
+    if changed < 0:
+        raise UnsupportedMLXError(_text(message))
+    return changed
+
+
+def patched_words() -> list[tuple[int, int, int]]:
+    """Return (address, original, replacement) of every word that is changed now."""
+    n = _native.mlxmem_patched_words(None, 0)
+    words = (_Word * n)()
+    n = min(n, _native.mlxmem_patched_words(words, n))
+    return [(w.address, w.original, w.replacement) for w in words[:n]]
+
+
+def backend() -> str:
+    """Return "cpu", "cuda" or "metal"; "" before the first attach."""
+    name = ctypes.create_string_buffer(16)
+    _native.mlxmem_backend(name, len(name))
+    return _text(name)
+
+
+def cache_limit() -> int | None:
+    """Return MLX's cache limit in bytes, None where MLX does not show it."""
+    limit: int = _native.mlxmem_cache_limit()
+    return limit if limit >= 0 else None
+
+
+def _records(address: int | None, n: int, dtype: np.dtype[np.void]) -> Records:
+    if not address or not n:
+        return np.empty(0, dtype)
+    raw = (ctypes.c_char * (n * dtype.itemsize)).from_address(address)
+    return np.frombuffer(raw, dtype).copy()
+
+
+def _text(buffer: ctypes.Array[ctypes.c_char]) -> str:
+    return buffer.value.decode(errors="replace")

@@ -1,0 +1,355 @@
+"""Record a session: enable, disable, record, and what was recorded."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+import os
+import pathlib
+import threading
+from collections.abc import Callable
+from types import TracebackType
+from typing import Any, TypedDict, TypeVar, cast
+
+from mlxmem import _hook, _interner, _library_loads, snapshot as _snapshot
+from mlxmem._version import __version__
+from mlxmem.errors import UnsupportedMLXError
+from mlxmem.events import Records, Recording, Setting, decode, to_array
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+
+
+class Stats(TypedDict):
+    """What `stats()` returns; sizes in bytes."""
+
+    active: int
+    cache: int
+    reserved: int
+    peak: int
+    live_buffers: int
+    allocs: int
+    reuses: int
+    frees: int
+    events_recorded: int
+    events_dropped: int
+
+
+# Serialises enable() and disable(). Never held while user code runs.
+_lock = threading.Lock()
+_session_pid: int | None = None  # the process whose session the hook holds
+
+
+def enable(max_entries: int = 100_000, *, stacks: bool = True) -> None:
+    """Start recording MLX's allocator, in a new session.
+
+    Forgets what an earlier session collected, also when one is running. Arrays and
+    cached buffers that exist already are part of the totals from the first event on.
+
+    Parameters
+    ----------
+    max_entries : int
+        Keep the last `max_entries` events (48 bytes each); 0 = keep all.
+    stacks : bool
+        Capture the Python stack of each array's creation.
+
+    Raises
+    ------
+    TypeError, ValueError
+        An argument is bad; the message names it.
+    UnsupportedMLXError
+        The MLX of this process failed a check. Nothing was changed.
+    ImportError
+        MLX is not installed, or has no backend.
+    """
+    global _session_pid
+    if isinstance(max_entries, bool) or not hasattr(max_entries, "__index__"):
+        raise TypeError(f"max_entries must be an int, not {max_entries!r}")
+    max_entries = max_entries.__index__()
+    if not 0 <= max_entries < 2**48:
+        raise ValueError(
+            "max_entries must be 0 (unlimited) or a positive number of events, "
+            f"not {max_entries}"
+        )
+    if not isinstance(stacks, bool):
+        raise TypeError(f"stacks must be True or False, not {stacks!r}")
+    version = _import_mlx().__version__
+    with _lock:
+        _hook.attach(version)
+        _hook.stop_session()
+        # Stacks of the old session go before the first capture of the new one.
+        _interner.begin_session()
+        _hook.set_traceback_capture_func(_interner.capture_func_address())
+        _hook.set_traceback_tracking(stacks)
+        _library_loads.watch(_attach_new_library)
+        _hook.start_session(max_entries)
+        _session_pid = os.getpid()
+
+
+def disable() -> None:
+    """Stop recording and put MLX back as it was; keep what was collected.
+
+    No effect when nothing is recording.
+
+    Raises
+    ------
+    RuntimeError
+        Another tool changed, after enable(), a word that had to be restored.
+    """
+    with _lock:
+        _hook.stop_session()
+        _library_loads.unwatch()
+        _hook.detach()
+
+
+def is_enabled() -> bool:
+    """Tell whether a session is recording in this process.
+
+    A forked child starts without one.
+    """
+    return _hook.is_enabled()
+
+
+class record(contextlib.ContextDecorator):  # noqa: N801 - used like a function
+    """Record the body of a `with` block, or each call of a function.
+
+    On the way out, also when the body raised, recording stops and the snapshot is
+    dumped. Inside a running session it starts none of its own and stops none: it
+    dumps that session at its end.
+
+    Parameters
+    ----------
+    path : str or os.PathLike, optional
+        Where to dump; without it the events stay for `events()` and `snapshot()`.
+    **options
+        Those of `enable`.
+
+    Examples
+    --------
+    >>> with mlxmem.record("out.pickle"):
+    ...     train()
+    """
+
+    def __init__(
+        self, path: str | os.PathLike[str] | None = None, **options: Any
+    ) -> None:
+        if path is not None:
+            os.fspath(path)
+        inspect.signature(enable).bind(**options)
+        self.path = path
+        self.options = options
+        self._pid: int | None = None
+        self._started = False
+
+    def __enter__(self) -> record:
+        self._started = not is_enabled()
+        if self._started:
+            enable(**self.options)
+        self._pid = os.getpid()
+        return self
+
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if os.getpid() != self._pid:
+            return  # a forked child has no session to dump
+        if self._started:
+            disable()
+        if self.path is not None:
+            dump(self.path)
+
+    def _recreate_cm(self) -> record:
+        return type(self)(self.path, **self.options)
+
+    def __call__(self, func: _Function) -> _Function:
+        """Decorate a function or a coroutine function."""
+        if inspect.iscoroutinefunction(func):
+
+            @functools.wraps(func)
+            async def recorded(*args: Any, **kwargs: Any) -> Any:
+                with self._recreate_cm():
+                    return await func(*args, **kwargs)
+
+            return cast(_Function, recorded)
+        return super().__call__(func)
+
+
+def recording() -> Recording:
+    """Return what the running or last session recorded, as it is now.
+
+    This is the raw material of every reader in this package.
+
+    Raises
+    ------
+    RuntimeError
+        enable() was never called in this process.
+    """
+    if not _has_session():
+        raise RuntimeError(
+            "nothing has been recorded in this process: call mlxmem.enable() first"
+        )
+    totals, events, buffers = _hook.copy_session()
+    return Recording(
+        events=events,
+        buffers=buffers,
+        primitives=_hook.primitive_names(),
+        active=totals.active,
+        cache=totals.cache,
+        peak=totals.peak,
+        active_at_enable=totals.active_at_enable,
+        cache_at_enable=totals.cache_at_enable,
+        peak_at_enable=totals.peak_at_enable,
+        start_us=totals.start_us,
+        dropped=totals.dropped,
+        max_entries=totals.max_entries,
+        resolve=functools.cache(_interner.resolve_traceback),
+        settings=_settings(),
+    )
+
+
+def events() -> list[dict[str, Any]]:
+    """Return the retained events, oldest first; empty before any enable().
+
+    Returns
+    -------
+    list of dict
+        `addr`, `size` (of the buffer, bytes), `requested_size` (bytes),
+        `timestamp_us` (microseconds since the session began), `action` (a name of
+        `Action`), `primitive_name` ("" for frees and leaf arrays), `traceback` (list
+        of (filename, function, line), outermost first; None for frees and where none
+        was captured), `stream` (-1 outside a primitive and for frees), `thread_id`
+        (of the operating system).
+    """
+    return decode(recording()) if _has_session() else []
+
+
+def events_array() -> Records:
+    """Return the retained events without their stacks, oldest first.
+
+    Returns
+    -------
+    ndarray of EVENT, shape (n,)
+        The fields of `events()` but for the traceback; `action` compares with
+        `mlxmem.Action`. Sizes in bytes, times in microseconds.
+    """
+    if not _has_session():
+        return to_array(Recording(events=_hook._records(None, 0, _hook.RAW_EVENT)))
+    return to_array(recording())
+
+
+def stats() -> Stats:
+    """Return the totals of the running or last session; zeros before any enable().
+
+    Returns
+    -------
+    dict
+        `active`, `cache`, `reserved` (= active + cache): bytes now, or when the
+        session ended, equal to MLX's counters. `peak`: the highest active since
+        enable(), bytes. `live_buffers`: buffers allocated since enable() that are
+        active. `allocs` (with reuses), `reuses`, `frees`: how many since enable().
+        `events_recorded`, and `events_dropped` of these.
+    """
+    if not _has_session():
+        return Stats(
+            active=0,
+            cache=0,
+            reserved=0,
+            peak=0,
+            live_buffers=0,
+            allocs=0,
+            reuses=0,
+            frees=0,
+            events_recorded=0,
+            events_dropped=0,
+        )
+    totals = _hook.totals()
+    return Stats(
+        active=totals.active,
+        cache=totals.cache,
+        reserved=totals.active + totals.cache,
+        peak=totals.peak,
+        live_buffers=totals.live_buffers,
+        allocs=totals.allocations,
+        reuses=totals.reuses,
+        frees=totals.frees,
+        events_recorded=totals.events,
+        events_dropped=totals.dropped,
+    )
+
+
+def snapshot() -> dict[str, Any]:
+    """Return PyTorch's memory snapshot of now, also while recording goes on.
+
+    Returns
+    -------
+    dict
+        `segments`, `device_traces`, `allocator_settings`, `external_annotations`, as
+        `torch.cuda.memory._snapshot()` has them.
+
+    Raises
+    ------
+    RuntimeError
+        enable() was never called in this process.
+    """
+    return _snapshot.build(recording())
+
+
+def dump(path: str | os.PathLike[str]) -> pathlib.Path:
+    """Write the snapshot of now as a pickle for PyTorch's memory viewer.
+
+    The file is written beside `path` and renamed, so that it is never half there.
+
+    Parameters
+    ----------
+    path : str or os.PathLike
+        Open the file at https://docs.pytorch.org/memory_viz.
+
+    Returns
+    -------
+    pathlib.Path
+
+    Raises
+    ------
+    RuntimeError
+        enable() was never called in this process.
+    OSError
+        The file can't be written. The events are kept.
+    """
+    return _snapshot.write(snapshot(), path)
+
+
+def _has_session() -> bool:
+    return _session_pid == os.getpid()
+
+
+def _import_mlx() -> Any:
+    try:
+        import mlx.core
+    except ImportError as error:
+        raise ImportError(
+            "mlxmem needs MLX with a backend: pip install 'mlxmem[cpu]', "
+            f"'mlxmem[cuda12]' or 'mlxmem[cuda13]' ({error})"
+        ) from error
+    return mlx.core
+
+
+def _attach_new_library() -> None:
+    # A library that can't be patched goes unseen; an import must not fail for it.
+    with contextlib.suppress(UnsupportedMLXError):
+        _hook.attach_new_images()
+
+
+def _settings() -> dict[str, Setting]:
+    mx = _import_mlx()
+    get_memory_limit = getattr(mx, "get_memory_limit", None)
+    return {
+        "recorder": f"mlxmem {__version__}",
+        "mlx_version": mx.__version__,
+        "backend": _hook.backend(),
+        "memory_limit": get_memory_limit() if get_memory_limit else None,
+        "cache_limit": _hook.cache_limit(),
+        "ran_out_of_memory": _hook.ran_out_of_memory(),
+    }
