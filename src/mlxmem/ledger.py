@@ -25,6 +25,7 @@ Bytes = npt.NDArray[np.int64]
 Indices = npt.NDArray[np.int64]
 
 ABSENT = 2  # beside State.Active and State.Cached
+BEFORE, LOST = -1, -2  # owners without an event
 _A, _C, _N = int(State.Active), int(State.Cached), ABSENT
 
 # Indexed by action: the state that it needs, the state that it leaves, and what it
@@ -75,7 +76,7 @@ class Ledger:
     initial, final : ndarray of RAW_BUFFER
         Buffers known by address before the first event and after the last one.
     final_owner : ndarray of int64
-        For each of `final`, the index of the event that allocated it, or -1.
+        For each of `final`, the index of the event that allocated it, BEFORE or LOST.
     before_active : int
         Bytes that were active all along at addresses never seen.
     before_cache, before_cache_left : int
@@ -83,7 +84,8 @@ class Ledger:
         last one; FreeCacheToOS events with address 0 release them.
     owner : ndarray of int64, shape (n,)
         Index of the event that last allocated the event's buffer (itself for an
-        allocation), -1 where that was before the first event.
+        allocation); BEFORE where that was before the first event, LOST where it is
+        missing in between.
     previous : ndarray of int64, shape (n,)
         Index of the event before at the same address, -1 for the first one.
     broken : ndarray of int64
@@ -131,17 +133,22 @@ class Ledger:
         later = np.flatnonzero(same)
         self.previous[order[later]] = order[later - 1]
 
-        place = np.arange(len(order))
-        start = np.maximum.accumulate(np.where(same, 0, place))
-        latest = np.maximum.accumulate(np.where(is_alloc(action[order]), place, -1))
-        self.owner: Indices = np.full(count, -1, np.int64)
-        found = latest >= start
-        self.owner[order[found]] = order[latest[found]]
-
         now, then = order[later], order[later - 1]
         needs, left = _NEEDS[action[now]], _LEAVES[action[then]]
         wrong = (needs != left) | ((needs != ABSENT) & (size[now] != size[then]))
         self.broken: Indices = np.sort(now[wrong])
+
+        # The latest allocation at the address, but not from before a hole.
+        place = np.arange(len(order))
+        restart = ~same
+        restart[later[wrong]] = True
+        start = np.maximum.accumulate(np.where(restart, place, 0))
+        latest = np.maximum.accumulate(np.where(is_alloc(action[order]), place, -1))
+        found = latest >= start
+        self.owner: Indices = np.full(count, BEFORE, np.int64)
+        self.owner[order[found]] = order[latest[found]]
+        self.owner[order[~found & same[start]]] = LOST
+
         for index in self.broken[:_MAX_FAULTS].tolist():
             before = int(self.previous[index])
             self._fault(
@@ -194,7 +201,7 @@ class Ledger:
         final["thread_id"] = np.where(made >= 0, events["thread_id"][source], 0)
         self.final: Records = np.concatenate([buffers, final])
         self.final_owner: Indices = np.concatenate(
-            [np.full(len(buffers), -1, np.int64), made]
+            [np.full(len(buffers), BEFORE, np.int64), made]
         )
 
     def _find_remainder(self, events: Records, size: Bytes) -> None:

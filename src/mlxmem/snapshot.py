@@ -35,7 +35,7 @@ from mlxmem.events import (
     no_collector,
     primitive_ids,
 )
-from mlxmem.ledger import ABSENT, Ledger
+from mlxmem.ledger import ABSENT, BEFORE, LOST, Ledger
 
 Entry = dict[str, Any]
 
@@ -46,8 +46,8 @@ NO_STACKS = "no Python stack: recorded with stacks=False"
 LEAF = "leaf array"  # category of arrays that no primitive computes
 UNKNOWN = "unknown"
 LOST_FRAMES = "an event that is missing in the recording"
-BEFORE = "Before"  # action in the metadata of the extra entries at the start
-LOST = "Lost"  # action of entries put in where the events do not follow
+BEFORE_ACTION = "Before"  # action in the metadata of the extra entries at the start
+LOST_ACTION = "Lost"  # action of entries put in where the events do not follow
 
 _PROTOCOL = 4  # the web viewer reads 2 to 4
 _MAX_INT = 2**53 - 1  # JavaScript numbers are exact up to here
@@ -298,7 +298,7 @@ class _Builder:
                 row.requested,
                 row.state,
                 start + time,
-                self._stack(row.traceback) or self.dropped or self.before,
+                self._owned_stack(row.traceback, BEFORE),
                 self._category(row.primitive, row.traceback),
                 row.primitive,
                 row.thread,
@@ -332,7 +332,11 @@ class _Builder:
             "time_us": time,
             "frames": frames,
             "user_metadata": self._meta(
-                BEFORE, primitive, thread, stream, size if requested != size else 0
+                BEFORE_ACTION,
+                primitive,
+                thread,
+                stream,
+                size if requested != size else 0,
             ),
             "category": category,
             "pool_id": _POOL,
@@ -380,8 +384,9 @@ class _Builder:
             addr[index] = chunk
         action = np.where((size == 0) | (addr == 0), _SKIP, events["action"])
 
-        before = ledger.owner < 0
-        frames = self._per_key(2 * ids + before, self._event_frames)
+        frames = self._per_key(
+            (ids, np.minimum(ledger.owner, 0)), lambda key: self._owned_stack(*key)
+        )
         category = self._per_key(
             2 * primitive + (ids != 0), lambda key: self._category(key >> 1, key & 1)
         )
@@ -409,12 +414,6 @@ class _Builder:
             category,
             strict=True,
         )
-
-    def _event_frames(self, key: int) -> list[Entry]:
-        stack = self._stack(key >> 1)
-        if stack is None:
-            return (self.dropped or self.before) if key & 1 else self.no_stack
-        return stack
 
     @staticmethod
     def _per_key(keys: Any, make: Callable[[Any], Any]) -> list[Any]:
@@ -506,7 +505,7 @@ class _Builder:
                 "stream": 0,
                 "time_us": time,
                 "frames": self.lost,
-                "user_metadata": self._meta(LOST, 0, 0, -1),
+                "user_metadata": self._meta(LOST_ACTION, 0, 0, -1),
                 "category": UNKNOWN,
                 "pool_id": _POOL,
             }
@@ -521,19 +520,15 @@ class _Builder:
         order = order[ledger.final["size"][order] > 0]
         order = order[ledger.final["addr"][order] > 0]
         owners = ledger.final_owner[order].tolist()
-        before = self.dropped or self.before
         for row, owner in zip(
             _rows(ledger.final[order], len(self.primitives)), owners, strict=True
         ):
-            frames = self._stack(row.traceback)
-            if frames is None:
-                frames = before if owner < 0 else self.no_stack
             self._segment(
                 row.addr,
                 row.size,
                 row.requested,
                 row.state,
-                frames,
+                self._owned_stack(row.traceback, owner),
                 max(row.stream, 0),
             )
 
@@ -586,6 +581,15 @@ class _Builder:
         except KeyError:
             stack = self._stacks[traceback_id] = self.frames.stack(traceback_id)
             return stack
+
+    def _owned_stack(self, traceback_id: int, owner: int) -> list[Entry]:
+        """Return the frames of an id, or the reason why it has none."""
+        stack = self._stack(traceback_id)
+        if stack is not None:
+            return stack
+        if owner == LOST:
+            return self.lost
+        return (self.dropped or self.before) if owner < 0 else self.no_stack
 
     def _category(self, primitive: int, traceback_id: int) -> str:
         # Scratch memory of worker threads has neither primitive nor stack.
