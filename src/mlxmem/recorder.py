@@ -35,8 +35,9 @@ class Stats(TypedDict):
     events_dropped: int
 
 
-# Serialises enable() and disable(). Never held while user code runs.
-_lock = threading.Lock()
+# Serialises enable() and disable(). Reentrant, since a fork in the same thread takes
+# it too. Never held while user code runs.
+_lock = threading.RLock()
 _session_pid: int | None = None  # the process whose session the hook holds
 
 
@@ -319,6 +320,20 @@ def dump(path: str | os.PathLike[str]) -> pathlib.Path:
         The file can't be written. The events are kept.
     """
     return _snapshot.write(snapshot(), path)
+
+
+def _forget_parent() -> None:
+    # The hook put MLX back in the child before Python runs there again.
+    _library_loads.unwatch()
+    _lock.release()
+
+
+# A child must find the lock free, whatever another thread was doing.
+os.register_at_fork(
+    before=_lock.acquire,
+    after_in_parent=_lock.release,
+    after_in_child=_forget_parent,
+)
 
 
 def _has_session() -> bool:
