@@ -137,12 +137,18 @@ void check_allocator(Mlx& mlx) {
       reinterpret_cast<abi::MakeBufferFn>(vtable[abi::kMakeBuffer]);
   originals.release = reinterpret_cast<abi::FreeFn>(vtable[abi::kRelease]);
 
-  originals.active_memory = reinterpret_cast<abi::CounterFn>(
-      required_symbol(mlx.image, abi::kActiveMemorySymbol));
-  originals.cache_memory = reinterpret_cast<abi::CounterFn>(
-      required_symbol(mlx.image, abi::kCacheMemorySymbol));
-  originals.peak_memory = reinterpret_cast<abi::CounterFn>(
-      required_symbol(mlx.image, abi::kPeakMemorySymbol));
+  auto counter = [&](const char* symbol) {
+    return reinterpret_cast<abi::CounterFn>(
+        required_symbol(mlx.image, symbol));
+  };
+  mlx_counters.bind(
+      mlx.allocator,
+      type->name,
+      counter(abi::kActiveMemorySymbol),
+      counter(abi::kCacheMemorySymbol),
+      counter(abi::kPeakMemorySymbol),
+      reinterpret_cast<abi::CounterFn>(
+          mlx.image.symbol(abi::kMemoryLimitSymbol)));
 }
 
 // An empty buffer moves no counter, so this can be tried in any program.
@@ -643,21 +649,7 @@ std::string backend() {
 
 int64_t cache_limit() {
   std::lock_guard<std::mutex> lock(attach_mutex());
-  if (allocator_class() != abi::kCpuAllocatorType) {
-    return -1;
-  }
-  auto memory_limit = reinterpret_cast<abi::CounterFn>(
-      attached_mlx.image.symbol(abi::kMemoryLimitSymbol));
-  auto word = [&](size_t offset) {
-    return attached_mlx.allocator[offset / sizeof(void*)];
-  };
-  auto same = [&](size_t offset, abi::CounterFn counter) {
-    return reinterpret_cast<size_t>(word(offset)) == counter();
-  };
-  bool known = memory_limit && same(abi::kCpuMemoryLimit, memory_limit) &&
-      same(abi::kCpuActiveMemory, originals.active_memory) &&
-      same(abi::kCpuPeakMemory, originals.peak_memory);
-  return known ? reinterpret_cast<int64_t>(word(abi::kCpuCacheLimit)) : -1;
+  return mlx_counters.cache_limit();
 }
 
 void lock_attach() {

@@ -72,24 +72,22 @@ void Books::allocated(
       action = Action::AllocReuse;
       unknown_cached_ -= size;
     }
+    slot = table_.insert(address);
   } else if (!table_[slot].cached) {
     forget_active(slot);
+    slot = table_.insert(address);
   } else if (size && left_cache >= size && table_[slot].event.size == size) {
     action = Action::AllocReuse;
     table_.remove_cached(slot);
-    table_.erase(slot);
   } else {
     // The address left the cache and came back from the OS.
-    uint64_t old_size = table_[slot].event.size;
-    log(Action::FreeCacheToOS, table_[slot].event);
-    table_.remove_cached(slot);
-    table_.erase(slot);
-    totals_.now.cache -= old_size;
+    drop_cached(slot);
+    slot = table_.insert(address);
   }
   if (action == Action::AllocReuse) {
     totals_.now.cache -= size;
   }
-  allocated_as(action, address, size, requested_size, origin);
+  allocated_as(action, slot, size, requested_size, origin);
   observe_cache(after);
 }
 
@@ -97,7 +95,12 @@ void Books::made_buffer(
     uint64_t address,
     uint64_t size,
     const Origin& origin) {
-  allocated_as(Action::AllocMakeBuffer, address, size, size, origin);
+  uint32_t slot = table_.find(address);
+  if (slot != BufferTable::kNone) {
+    table_[slot].cached ? drop_cached(slot) : forget_active(slot);
+  }
+  slot = table_.insert(address);
+  allocated_as(Action::AllocMakeBuffer, slot, size, size, origin);
 }
 
 void Books::bound(
@@ -112,18 +115,12 @@ void Books::bound(
   allocated(address, size, size, totals_.now.cache, counters.cache, origin);
 }
 
-bool Books::is_active(uint64_t address) const {
-  uint32_t slot = table_.find(address);
-  return slot != BufferTable::kNone && !table_[slot].cached;
-}
-
 void Books::allocated_as(
     Action action,
-    uint64_t address,
+    uint32_t slot,
     uint64_t size,
     uint64_t requested_size,
     const Origin& origin) {
-  uint32_t slot = table_.insert(address);
   auto& buffer = table_[slot];
   buffer.event_number = log_.next();
   buffer.event.size = size;
@@ -141,11 +138,14 @@ void Books::allocated_as(
 
 void Books::freed(
     uint64_t address,
+    uint32_t slot,
     uint64_t size,
     uint64_t before,
     uint64_t after) {
-  observe_cache(before);
-  uint32_t slot = table_.find(address);
+  if (before != totals_.now.cache) {
+    observe_cache(before);
+    slot = table_.find(address);
+  }
   if (slot != BufferTable::kNone) {
     size = table_[slot].event.size;
   }
@@ -158,6 +158,7 @@ void Books::freed(
   removed_as(
       to_cache ? Action::FreeActiveToCache : Action::FreeActiveToOS,
       address,
+      slot,
       size);
   observe_cache(after);
 }
@@ -167,11 +168,15 @@ void Books::released(uint64_t address, uint64_t size) {
   removed_as(
       Action::Release,
       address,
+      slot,
       slot == BufferTable::kNone ? size : table_[slot].event.size);
 }
 
-void Books::removed_as(Action action, uint64_t address, uint64_t size) {
-  uint32_t slot = table_.find(address);
+void Books::removed_as(
+    Action action,
+    uint64_t address,
+    uint32_t slot,
+    uint64_t size) {
   if (slot == BufferTable::kNone) {
     slot = table_.insert(address);
     table_[slot].event.size = size;
@@ -187,7 +192,6 @@ void Books::removed_as(Action action, uint64_t address, uint64_t size) {
   }
   auto& buffer = table_[slot];
   buffer.event_number = log_.next();
-  buffer.event.stream = -1;
   log(action, buffer.event);
   totals_.now.active -= size;
   ++totals_.frees;
@@ -202,11 +206,10 @@ void Books::removed_as(Action action, uint64_t address, uint64_t size) {
 // MLX handed out an address that the table holds as active: its free was not
 // seen.
 void Books::forget_active(uint32_t slot) {
-  totals_.unexplained += table_[slot].event.size;
+  uint64_t size = table_[slot].event.size;
+  totals_.unexplained += size;
   removed_as(
-      Action::FreeActiveToOS,
-      table_[slot].event.address,
-      table_[slot].event.size);
+      Action::FreeActiveToOS, table_[slot].event.address, slot, size);
 }
 
 void Books::evict(uint64_t bytes) {
@@ -226,22 +229,21 @@ void Books::evict(uint64_t bytes) {
     if (size > bytes) {
       break;
     }
-    evict_oldest();
+    drop_cached(table_.oldest_cached());
     bytes -= size;
   }
   // Buffer by buffer it doesn't add up: some other one went. The totals stay
   // right, and the difference is shown.
   if (bytes) {
     uint64_t known = table_[table_.oldest_cached()].event.size;
-    evict_oldest();
+    drop_cached(table_.oldest_cached());
     unknown_cached_ += known - bytes;
     totals_.now.cache += known - bytes;
     totals_.unexplained += bytes;
   }
 }
 
-void Books::evict_oldest() {
-  uint32_t slot = table_.oldest_cached();
+void Books::drop_cached(uint32_t slot) {
   uint64_t size = table_[slot].event.size;
   log(Action::FreeCacheToOS, table_[slot].event);
   table_.remove_cached(slot);

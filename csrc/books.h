@@ -11,6 +11,7 @@
 #include "buffer_table.h"
 #include "event.h"
 #include "event_log.h"
+#include "mlx_counters.h"
 
 namespace mlxmem {
 
@@ -20,13 +21,6 @@ struct Origin {
   uint32_t session = 0; // in which traceback was captured
   int32_t stream = -1;
   PrimitiveId primitive = 0;
-};
-
-// MLX's counters, in bytes.
-struct Counters {
-  uint64_t active = 0;
-  uint64_t cache = 0;
-  uint64_t peak = 0;
 };
 
 struct Totals {
@@ -66,15 +60,24 @@ class Books {
 
   // The allocator took a buffer back. size counts only for a buffer that is
   // not known, one from before the session.
-  void freed(uint64_t address, uint64_t size, uint64_t before, uint64_t after);
+  void freed(
+      uint64_t address,
+      uint32_t slot,
+      uint64_t size,
+      uint64_t before,
+      uint64_t after);
   void released(uint64_t address, uint64_t size);
 
   // An array was given a buffer that may have bypassed the allocator's vtable.
   void bound(uint64_t address, uint64_t size, const Counters&, const Origin&);
 
-  bool is_active(uint64_t address) const;
-  bool knows(uint64_t address) const {
-    return table_.find(address) != BufferTable::kNone;
+  // Where the table has a buffer, BufferTable::kNone when it is not known.
+  uint32_t find(uint64_t address) const {
+    return table_.find(address);
+  }
+  bool is_active(uint64_t address) const {
+    uint32_t slot = table_.find(address);
+    return slot != BufferTable::kNone && !table_[slot].cached;
   }
 
   uint32_t session() const {
@@ -89,15 +92,19 @@ class Books {
  private:
   void allocated_as(
       Action action,
-      uint64_t address,
+      uint32_t slot,
       uint64_t size,
       uint64_t requested_size,
       const Origin& origin);
-  void removed_as(Action action, uint64_t address, uint64_t size);
+  void removed_as(
+      Action action,
+      uint64_t address,
+      uint32_t slot,
+      uint64_t size);
   // Stamps the event and appends a copy of it.
   void log(Action action, Event& event);
   void evict(uint64_t bytes);
-  void evict_oldest();
+  void drop_cached(uint32_t slot);
   void forget_active(uint32_t slot);
 
   EventLog log_;

@@ -41,14 +41,19 @@ constexpr const char* kPeakMemorySymbol = "_ZN3mlx4core15get_peak_memoryEv";
 constexpr const char* kMemoryLimitSymbol = "_ZN3mlx4core16get_memory_limitEv";
 using CounterFn = size_t (*)();
 
-// The CPU's allocator from 0.32.0: MLX has no getter of the cache limit. Used
-// only where the words around it equal what MLX's functions return.
+// The CPU's allocator from 0.32.0. MLX has no getter of the cache limit, and its
+// getter of the cached bytes takes a mutex. Used only where the words that
+// MLX's functions also return have the values that they return.
 constexpr const char* kCpuAllocatorType =
     "N3mlx4core9allocator15CommonAllocatorE";
 constexpr size_t kCpuMemoryLimit = 8;
 constexpr size_t kCpuCacheLimit = 16;
 constexpr size_t kCpuActiveMemory = 24;
 constexpr size_t kCpuPeakMemory = 32;
+constexpr size_t kCpuMutex = 40; // glibc: an int that is 0 while it is free
+constexpr size_t kCpuCacheMemory = 144;
+constexpr size_t kCpuPageSize = 152;
+constexpr size_t kCpuPageSizeValue = 4096;
 
 // ---- mlx::core::Primitive ------------------------------------------------
 

@@ -11,6 +11,7 @@
 namespace mlxmem {
 
 Originals originals;
+MlxCounters mlx_counters;
 
 namespace {
 
@@ -196,32 +197,22 @@ void note_bound_buffer(const void* array, void* buffer) {
   if (!scope.recording() || shared().books.is_active(address_of(buffer))) {
     return;
   }
-  Counters counters;
-  counters.active = originals.active_memory();
-  counters.cache = originals.cache_memory();
+  Counters counters = mlx_counters.read();
   size_t size = originals.size(originals.allocator, buffer);
   scope.book([&](Books& books) {
     books.bound(address_of(buffer), size, counters, origin);
   });
 }
 
-Counters mlx_counters() {
-  Counters counters;
-  counters.active = originals.active_memory();
-  counters.cache = originals.cache_memory();
-  counters.peak = originals.peak_memory();
-  return counters;
-}
-
 // Threads that entered the allocator before its vtable was swapped finish
 // unseen. With the books locked nobody else enters: wait until the counters
 // stand still.
 Counters settled_counters() {
-  Counters counters = mlx_counters();
+  Counters counters = mlx_counters.read();
   for (int i = 0; i < 50; ++i) {
     timespec pause = {0, 20000};
     nanosleep(&pause, nullptr);
-    Counters again = mlx_counters();
+    Counters again = mlx_counters.read();
     if (again.active == counters.active && again.cache == counters.cache) {
       return again;
     }
@@ -243,11 +234,11 @@ void* probes::malloc(void* self, size_t size) {
   if (!scope.recording()) {
     return originals.malloc(self, size);
   }
-  size_t before = originals.cache_memory();
+  size_t before = mlx_counters.cache();
   void* buffer = originals.malloc(self, size);
   if (buffer) {
     size_t real_size = originals.size(self, buffer);
-    size_t after = originals.cache_memory();
+    size_t after = mlx_counters.cache();
     scope.book([&](Books& books) {
       books.allocated(
           address_of(buffer), real_size, size, before, after, origin);
@@ -268,14 +259,13 @@ void probes::free(void* self, void* buffer) {
   if (buffer == thread.last_allocated) {
     thread.last_allocated = nullptr;
   }
-  size_t size = shared().books.knows(address_of(buffer))
-      ? 0
-      : originals.size(self, buffer);
-  size_t before = originals.cache_memory();
+  uint32_t slot = shared().books.find(address_of(buffer));
+  size_t size = slot == BufferTable::kNone ? originals.size(self, buffer) : 0;
+  size_t before = mlx_counters.cache();
   originals.free(self, buffer);
-  size_t after = originals.cache_memory();
+  size_t after = mlx_counters.cache();
   scope.book([&](Books& books) {
-    books.freed(address_of(buffer), size, before, after);
+    books.freed(address_of(buffer), slot, size, before, after);
   });
 }
 
@@ -507,7 +497,7 @@ void start_session(uint64_t max_entries) {
 void stop_session() {
   std::lock_guard<std::mutex> lock(shared().mutex);
   if (recording()) {
-    shared().books.observe_cache(originals.cache_memory());
+    shared().books.observe_cache(mlx_counters.cache());
     state.recording.store(false, std::memory_order_release);
   }
 }
@@ -526,7 +516,7 @@ SessionCopy copy_session(bool with_events) {
   std::lock_guard<std::mutex> lock(shared().mutex);
   auto& books = shared().books;
   if (recording()) {
-    books.observe_cache(originals.cache_memory());
+    books.observe_cache(mlx_counters.cache());
   }
   copy.totals = books.totals();
   if (with_events) {

@@ -10,6 +10,7 @@
 #include "books.h"
 #include "image.h"
 #include "mlx_abi.h"
+#include "mlx_counters.h"
 
 namespace mlxmem {
 
@@ -18,9 +19,6 @@ using TracebackCaptureFunc = TracebackId (*)();
 // MLX's own functions. Set once, before the first patch; the probes stay
 // callable after the patches are gone, for threads that are still inside.
 struct Originals {
-  abi::CounterFn active_memory = nullptr;
-  abi::CounterFn cache_memory = nullptr;
-  abi::CounterFn peak_memory = nullptr;
   abi::MallocFn malloc = nullptr;
   abi::FreeFn free = nullptr;
   abi::SizeFn size = nullptr;
@@ -38,6 +36,7 @@ struct Originals {
   void* allocator = nullptr; // the object
 };
 extern Originals originals;
+extern MlxCounters mlx_counters;
 
 namespace probes {
 
