@@ -272,6 +272,7 @@ def to_array(recording: Recording) -> Records:
     return array
 
 
+@no_collector()
 def from_dicts(
     events: Iterable[Mapping[str, Any]],
     *,

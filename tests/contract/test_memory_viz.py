@@ -117,7 +117,7 @@ RECORDINGS = {
 )
 def test_every_command_reads_a_recording(
     tmp_path: pathlib.Path, name: str, command: str, options: tuple[str, ...]
-):
+) -> None:
     # GIVEN
     path = dump(RECORDINGS[name](), tmp_path)
 
@@ -130,7 +130,7 @@ def test_every_command_reads_a_recording(
     assert "without free_requested" not in shown
 
 
-def test_stats_shows_the_totals(tmp_path: pathlib.Path):
+def test_stats_shows_the_totals(tmp_path: pathlib.Path) -> None:
     # GIVEN
     heap = Heap(active=30 << 20, cached=2 << 20)
     heap.new(8 << 20, requested=7 << 20, stack=1)
@@ -144,7 +144,7 @@ def test_stats_shows_the_totals(tmp_path: pathlib.Path):
     assert "total_free: 3.0MiB" in shown
 
 
-def test_trace_names_every_block_and_segment(tmp_path: pathlib.Path):
+def test_trace_names_every_block_and_segment(tmp_path: pathlib.Path) -> None:
     # GIVEN
     path = dump(busy_heap().recording(), tmp_path)
 
@@ -156,7 +156,7 @@ def test_trace_names_every_block_and_segment(tmp_path: pathlib.Path):
     assert "MEM[" not in shown
 
 
-def test_memory_shows_bytes_by_line(tmp_path: pathlib.Path):
+def test_memory_shows_bytes_by_line(tmp_path: pathlib.Path) -> None:
     # GIVEN
     heap = Heap(active=5_000, cached=70)
     heap.new(53_492, primitive=1, stack=1, stream=1)
@@ -173,7 +173,7 @@ def test_memory_shows_bytes_by_line(tmp_path: pathlib.Path):
 
 
 @pytest.mark.parametrize("max_entries", [0, 40])
-def test_a_real_recording_is_read(tmp_path: pathlib.Path, max_entries: int):
+def test_a_real_recording_is_read(tmp_path: pathlib.Path, max_entries: int) -> None:
     # GIVEN a dump of real MLX
     pytest.importorskip("mlx.core", reason="needs `pip install 'mlx[cpu]'`")
     path = tmp_path / "out.pickle"

@@ -26,7 +26,9 @@ Entry = dict[str, Any]
 
 
 @pytest.mark.parametrize("max_entries", range(22))
-def test_a_busy_recording_keeps_every_rule(tmp_path: pathlib.Path, max_entries: int):
+def test_a_busy_recording_keeps_every_rule(
+    tmp_path: pathlib.Path, max_entries: int
+) -> None:
     # GIVEN rings that lose nothing, something and all but one event
     recording = busy_heap().recording(max_entries)
 
@@ -39,7 +41,9 @@ def test_a_busy_recording_keeps_every_rule(tmp_path: pathlib.Path, max_entries: 
 
 @quick
 @given(heaps(), st.integers(0, 12))
-def test_random_recordings_keep_every_rule_and_the_totals(heap: Heap, max_entries: int):
+def test_random_recordings_keep_every_rule_and_the_totals(
+    heap: Heap, max_entries: int
+) -> None:
     # GIVEN
     recording = heap.recording(max_entries)
 
@@ -77,7 +81,9 @@ def _reserved_at(result: Entry, times: list[int]) -> list[int]:
 
 @quick
 @given(heaps(), st.data())
-def test_events_with_holes_never_allocate_twice(heap: Heap, data: st.DataObject):
+def test_events_with_holes_never_allocate_twice(
+    heap: Heap, data: st.DataObject
+) -> None:
     # GIVEN events of which some were taken out
     events = decode(heap.recording())
     some = st.sets(st.integers(0, max(len(events) - 1, 0)))
@@ -95,7 +101,7 @@ def test_events_with_holes_never_allocate_twice(heap: Heap, data: st.DataObject)
     viewer.check_forwards(trace, segments)
 
 
-def test_a_start_peak_is_not_cut_off():
+def test_a_start_peak_is_not_cut_off() -> None:
     # GIVEN traces that start with the free of something large
     for action in (Action.FreeActiveToOS, Action.FreeActiveToCache):
         heap = Heap()
@@ -113,7 +119,7 @@ def test_a_start_peak_is_not_cut_off():
             assert drawn == peak >= 1 << 30
 
 
-def test_the_ledger_and_the_snapshot_end_alike():
+def test_the_ledger_and_the_snapshot_end_alike() -> None:
     # GIVEN
     recording = busy_heap().recording()
     ledger = Ledger(recording)
@@ -233,7 +239,7 @@ def _frame(**changes: Any) -> list[Entry]:
         _set("segment_free", "time_us", 0),
     ],
 )
-def test_the_checker_notices(change: Callable[[Entry], None]):
+def test_the_checker_notices(change: Callable[[Entry], None]) -> None:
     # GIVEN
     good = build(busy_heap().recording())
     viewer.check_snapshot(good)
@@ -248,20 +254,20 @@ def test_the_checker_notices(change: Callable[[Entry], None]):
 
 
 @pytest.mark.parametrize("protocol", [2, 3, 5])
-def test_the_checker_wants_protocol_4(protocol: int):
+def test_the_checker_wants_protocol_4(protocol: int) -> None:
     with pytest.raises(AssertionError):
         viewer.check_pickle(pickle.dumps(build(Heap().recording()), protocol))
 
 
 @pytest.mark.parametrize("value", [b"x", {1}, frozenset(), 2**70, Action.AllocNew])
-def test_the_checker_refuses_what_no_reader_unpickles(value: Any):
+def test_the_checker_refuses_what_no_reader_unpickles(value: Any) -> None:
     result = build(Heap().recording())
     result["allocator_settings"]["x"] = value
     with pytest.raises(AssertionError):
         viewer.check_pickle(pickle.dumps(result, 4))
 
 
-def test_the_checker_sees_a_cut_peak():
+def test_the_checker_sees_a_cut_peak() -> None:
     # GIVEN a free without its allocation, before anything smaller
     trace = [
         {"action": "free_requested", "addr": 1, "size": 100},

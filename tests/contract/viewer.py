@@ -93,7 +93,7 @@ def check_pickle(data: bytes) -> Entry:
         assert opcode.name in OPCODES, f"{opcode.name} at byte {position}"
         if opcode.name == "PROTO":
             protocols.append(argument)
-        if opcode.name == "LONG1":
+        if opcode.name == "LONG1" and argument is not None:
             assert abs(argument) <= MAX_INT, f"{argument} at byte {position}"
     assert protocols == [4]
     snapshot: Entry = pickle.loads(data)

@@ -106,21 +106,21 @@ class Heap:
         *,
         requested: int | None = None,
         action: Action = Action.AllocNew,
-        **owner: int,
+        **owner: Any,
     ) -> int:
         """Get a buffer from the OS (or a foreign owner), and return its address."""
         addr = self._place(size)
         asked = size if requested is None else requested
-        self.buffers[addr] = Buffer(size, asked, **{"thread": THREAD, **owner})
+        self.buffers[addr] = Buffer(size, asked, **{"thread": THREAD} | owner)
         self._record(action, addr)
         return addr
 
-    def reuse(self, addr: int, requested: int | None = None, **owner: int) -> int:
+    def reuse(self, addr: int, requested: int | None = None, **owner: Any) -> int:
         """Hand a cached buffer out again."""
         size = self.buffers[addr].size
         assert self.buffers[addr].cached
         asked = size if requested is None else requested
-        self.buffers[addr] = Buffer(size, asked, **{"thread": THREAD, **owner})
+        self.buffers[addr] = Buffer(size, asked, **{"thread": THREAD} | owner)
         self._record(Action.AllocReuse, addr)
         return addr
 

@@ -24,12 +24,12 @@ from mlxmem.events import (
 )
 
 
-def test_raw_records_take_48_bytes():
+def test_raw_records_take_48_bytes() -> None:
     assert RAW_EVENT.itemsize == 48
     assert RAW_BUFFER.itemsize == 48
 
 
-def test_decode_shows_an_allocation_with_primitive_and_stack():
+def test_decode_shows_an_allocation_with_primitive_and_stack() -> None:
     # GIVEN a matmul output with the stack of the line that made it
     heap = Heap()
     addr = heap.new(53_492, primitive=1, stack=1, stream=2)
@@ -52,7 +52,7 @@ def test_decode_shows_an_allocation_with_primitive_and_stack():
     assert tuple(event) == FIELDS
 
 
-def test_decode_hides_the_owner_of_a_free():
+def test_decode_hides_the_owner_of_a_free() -> None:
     # GIVEN a free whose raw record says who allocated
     heap = Heap()
     heap.free(heap.new(10, primitive=1, stack=1, stream=0))
@@ -69,7 +69,7 @@ def test_decode_hides_the_owner_of_a_free():
     assert free["stream"] == -1
 
 
-def test_decode_shares_the_list_of_equal_ids():
+def test_decode_shares_the_list_of_equal_ids() -> None:
     # GIVEN
     heap = Heap()
     for _ in range(3):
@@ -82,12 +82,12 @@ def test_decode_shares_the_list_of_equal_ids():
     assert all(event["traceback"] is first["traceback"] for event in others)
 
 
-def test_decode_without_events_is_empty():
+def test_decode_without_events_is_empty() -> None:
     assert decode(Heap(active=5).recording()) == []
     assert len(to_array(Heap(active=5).recording())) == 0
 
 
-def test_an_id_without_a_name_is_no_primitive():
+def test_an_id_without_a_name_is_no_primitive() -> None:
     # GIVEN a primitive id that came after the names were read
     heap = Heap()
     heap.new(10, primitive=1)
@@ -98,7 +98,7 @@ def test_an_id_without_a_name_is_no_primitive():
     assert to_array(recording)["primitive_name"].tolist() == [""]
 
 
-def test_to_array_has_the_columns_of_the_events():
+def test_to_array_has_the_columns_of_the_events() -> None:
     # GIVEN
     recording = busy_heap().recording()
 
@@ -117,7 +117,7 @@ def test_to_array_has_the_columns_of_the_events():
 
 @quick
 @given(heaps())
-def test_from_dicts_is_the_inverse_of_decode(heap: Heap):
+def test_from_dicts_is_the_inverse_of_decode(heap: Heap) -> None:
     # GIVEN
     events = decode(heap.recording())
 
@@ -136,7 +136,7 @@ def _known_totals(heap: Heap) -> tuple[int, int]:
     return active, cache
 
 
-def test_from_dicts_knows_what_must_have_been_there_before():
+def test_from_dicts_knows_what_must_have_been_there_before() -> None:
     # GIVEN a free and a reuse of buffers from before, and a rise in between
     heap = Heap()
     old, idle = heap.existing(1_000), heap.existing(500, cached=True)
@@ -153,7 +153,7 @@ def test_from_dicts_knows_what_must_have_been_there_before():
     assert (recording.active, recording.cache) == (800, 1_000)
 
 
-def test_from_dicts_takes_what_other_tools_may_hand_over():
+def test_from_dicts_takes_what_other_tools_may_hand_over() -> None:
     # GIVEN lists for tuples, numpy numbers and extra keys
     event: dict[str, Any] = decode(busy_heap().recording())[0]
     loose = {
@@ -181,27 +181,27 @@ def test_from_dicts_takes_what_other_tools_may_hand_over():
 )
 def test_from_dicts_names_what_is_wrong(
     change: dict[str, Any], error: type[Exception], message: str
-):
+) -> None:
     event = decode(busy_heap().recording())[0]
     with pytest.raises(error, match=message):
         from_dicts([{**event, **change}])
 
 
 @pytest.mark.parametrize("name", FIELDS)
-def test_from_dicts_names_a_missing_field(name: str):
+def test_from_dicts_names_a_missing_field(name: str) -> None:
     event = decode(busy_heap().recording())[0]
     del event[name]
     with pytest.raises(ValueError, match=rf"events\[0\] has no '{name}'"):
         from_dicts([event])
 
 
-def test_from_dicts_wants_mappings():
+def test_from_dicts_wants_mappings() -> None:
     with pytest.raises(TypeError, match=r"events\[0\] must be a dict, not 3"):
         from_dicts([3])  # type: ignore[list-item]
 
 
 @quick
 @given(st.integers(0, 30))
-def test_a_recording_needs_no_more_than_events(count: int):
+def test_a_recording_needs_no_more_than_events(count: int) -> None:
     recording = Recording(np.zeros(count, RAW_EVENT), primitives=PRIMITIVES)
     assert len(decode(recording)) == count

@@ -16,7 +16,7 @@ from mlxmem.ledger import ABSENT, Ledger
 
 @quick
 @given(heaps(), st.integers(0, 12))
-def test_a_ledger_agrees_with_the_allocator(heap: Heap, max_entries: int):
+def test_a_ledger_agrees_with_the_allocator(heap: Heap, max_entries: int) -> None:
     # GIVEN a sound history, of which a ring keeps the end
     recording = heap.recording(max_entries)
 
@@ -60,7 +60,9 @@ def test_a_ledger_agrees_with_the_allocator(heap: Heap, max_entries: int):
 
 @quick
 @given(heaps(), st.integers(0, 12))
-def test_replay_moves_every_address_from_state_to_state(heap: Heap, max_entries: int):
+def test_replay_moves_every_address_from_state_to_state(
+    heap: Heap, max_entries: int
+) -> None:
     # GIVEN
     ledger = Ledger(heap.recording(max_entries))
     states = {int(b["addr"]): int(b["state"]) for b in ledger.initial}
@@ -78,7 +80,7 @@ def test_replay_moves_every_address_from_state_to_state(heap: Heap, max_entries:
     assert alive == {int(b["addr"]): int(b["state"]) for b in ledger.final}
 
 
-def test_the_first_event_of_an_address_tells_what_it_was_before():
+def test_the_first_event_of_an_address_tells_what_it_was_before() -> None:
     # GIVEN one buffer of each kind from before
     heap = Heap()
     freed, reused = heap.existing(100), heap.existing(200, cached=True)
@@ -101,7 +103,7 @@ def test_the_first_event_of_an_address_tells_what_it_was_before():
     assert found[reused]["requested_size"] == 200
 
 
-def test_a_free_knows_its_allocation():
+def test_a_free_knows_its_allocation() -> None:
     # GIVEN an address that two owners had one after the other
     heap = Heap()
     addr = heap.new(100, stack=1)
@@ -118,7 +120,7 @@ def test_a_free_knows_its_allocation():
     assert ledger.previous.tolist() == [-1, 0, 1, 2, 3]
 
 
-def test_the_remainder_from_before_stays_and_its_cache_shrinks():
+def test_the_remainder_from_before_stays_and_its_cache_shrinks() -> None:
     # GIVEN
     heap = Heap(active=1_000, cached=600)
     heap.new(50)
@@ -133,7 +135,7 @@ def test_the_remainder_from_before_stays_and_its_cache_shrinks():
     assert ledger.nameless.tolist() == [1]
 
 
-def test_buffers_whose_events_fell_out_are_known():
+def test_buffers_whose_events_fell_out_are_known() -> None:
     # GIVEN a ring that lost the allocation of a live buffer
     heap = Heap()
     kept = heap.new(700, stack=1, primitive=1, stream=0)
@@ -151,7 +153,7 @@ def test_buffers_whose_events_fell_out_are_known():
     assert ledger.peak == 710
 
 
-def test_without_events_everything_was_there_before():
+def test_without_events_everything_was_there_before() -> None:
     ledger = Ledger(Heap(active=10, cached=20).recording())
     assert (ledger.before_active, ledger.before_cache) == (10, 20)
     assert ledger.peak == 10
@@ -159,7 +161,7 @@ def test_without_events_everything_was_there_before():
     assert ledger.faults == []
 
 
-def test_faults_are_collected_and_name_the_event():
+def test_faults_are_collected_and_name_the_event() -> None:
     # GIVEN an allocation of a live address, a second free, and another size
     heap = Heap()
     addr = heap.new(100)
@@ -178,7 +180,7 @@ def test_faults_are_collected_and_name_the_event():
     assert "which is cached" in ledger.faults[2]
 
 
-def test_totals_that_leave_less_than_nothing_are_a_fault():
+def test_totals_that_leave_less_than_nothing_are_a_fault() -> None:
     # GIVEN counters that are lower than what the events add up to
     recording = dataclasses.replace(busy_heap().recording(), active=0, cache=0)
 
@@ -191,7 +193,7 @@ def test_totals_that_leave_less_than_nothing_are_a_fault():
     assert ledger.before_active == 0
 
 
-def test_faults_do_not_grow_without_bound():
+def test_faults_do_not_grow_without_bound() -> None:
     # GIVEN
     heap = Heap()
     heap.new(100)

@@ -55,7 +55,7 @@ def label(owner: Entry) -> str:
         (Action.FreeCacheToOS, ["segment_free"]),
     ],
 )
-def test_each_action_has_its_entries(action: Action, entries: list[str]):
+def test_each_action_has_its_entries(action: Action, entries: list[str]) -> None:
     # GIVEN a buffer in the state that the action needs
     heap = Heap()
     if action in (Action.AllocNew, Action.AllocMakeBuffer):
@@ -80,7 +80,7 @@ def test_each_action_has_its_entries(action: Action, entries: list[str]):
         assert entry["user_metadata"]["action"] == action.name
 
 
-def test_an_allocation_carries_everything_that_is_known():
+def test_an_allocation_carries_everything_that_is_known() -> None:
     # GIVEN a buffer that is larger than what was asked for
     heap = Heap()
     addr = heap.new(4_096, requested=4_000, primitive=1, stack=1, stream=2, thread=7)
@@ -114,7 +114,7 @@ def test_an_allocation_carries_everything_that_is_known():
     assert segment["frames"] is alloc["frames"]
 
 
-def test_a_free_shows_who_allocated_and_who_freed():
+def test_a_free_shows_who_allocated_and_who_freed() -> None:
     # GIVEN
     heap = Heap()
     addr = heap.new(100, primitive=1, stack=1, stream=2, thread=7)
@@ -136,7 +136,7 @@ def test_a_free_shows_who_allocated_and_who_freed():
     }
 
 
-def test_a_free_finds_its_allocation_when_its_own_record_has_none():
+def test_a_free_finds_its_allocation_when_its_own_record_has_none() -> None:
     # GIVEN decoded events, whose frees say nothing about the allocation
     heap = Heap()
     heap.free(heap.new(100, primitive=1, stack=1, stream=2))
@@ -150,7 +150,7 @@ def test_a_free_finds_its_allocation_when_its_own_record_has_none():
     assert trace[-1]["user_metadata"]["primitive"] == "Matmul"
 
 
-def test_categories_tell_leaves_primitives_and_the_rest_apart():
+def test_categories_tell_leaves_primitives_and_the_rest_apart() -> None:
     # GIVEN
     heap = Heap(active=1)
     heap.new(100, stack=1)
@@ -170,14 +170,14 @@ def test_categories_tell_leaves_primitives_and_the_rest_apart():
     assert allocs[1]["user_metadata"]["stream"] == -1
 
 
-def test_a_category_is_unknown_even_if_everything_is_known():
+def test_a_category_is_unknown_even_if_everything_is_known() -> None:
     heap = Heap()
     heap.new(100, primitive=1, stack=1, stream=0)
     trace = trace_of(heap.recording())
     assert [entry["category"] for entry in trace] == ["unknown", "Matmul"]
 
 
-def test_each_buffer_is_a_segment_with_one_block():
+def test_each_buffer_is_a_segment_with_one_block() -> None:
     # GIVEN
     heap = Heap()
     live = heap.new(3 << 20, requested=2 << 20, primitive=1, stack=1, stream=1)
@@ -217,7 +217,7 @@ def test_each_buffer_is_a_segment_with_one_block():
     assert second["blocks"][0]["state"] == "inactive"
 
 
-def test_what_was_active_before_is_one_labelled_block_from_the_start():
+def test_what_was_active_before_is_one_labelled_block_from_the_start() -> None:
     # GIVEN
     heap = Heap(active=5_000)
     heap.new(10, stack=1)
@@ -241,7 +241,7 @@ def test_what_was_active_before_is_one_labelled_block_from_the_start():
     assert block["address"] == alloc["addr"]
 
 
-def test_what_was_cached_before_goes_in_the_parts_that_went():
+def test_what_was_cached_before_goes_in_the_parts_that_went() -> None:
     # GIVEN two trims of a cache from before
     heap = Heap(cached=5_000)
     heap.trim_nameless(2_000)
@@ -263,7 +263,7 @@ def test_what_was_cached_before_goes_in_the_parts_that_went():
     assert label(segment["blocks"][0]) == BEFORE_ENABLE
 
 
-def test_a_buffer_from_before_is_there_until_its_free():
+def test_a_buffer_from_before_is_there_until_its_free() -> None:
     # GIVEN
     heap = Heap()
     old = heap.existing(1_000)
@@ -281,7 +281,7 @@ def test_a_buffer_from_before_is_there_until_its_free():
     assert {entry["stream"] for entry in of_old} == {0}
 
 
-def test_synthetic_addresses_lie_beside_all_real_ones():
+def test_synthetic_addresses_lie_beside_all_real_ones() -> None:
     # GIVEN
     recording = busy_heap().recording()
 
@@ -300,7 +300,7 @@ def test_synthetic_addresses_lie_beside_all_real_ones():
     assert max(made) < 2**53
 
 
-def test_an_overflow_is_said_and_loses_no_stack_of_what_lives():
+def test_an_overflow_is_said_and_loses_no_stack_of_what_lives() -> None:
     # GIVEN a live buffer and a later freed one whose allocations fell out
     heap = Heap()
     kept = heap.new(700, stack=1, primitive=1, stream=1)
@@ -336,14 +336,14 @@ def test_an_overflow_is_said_and_loses_no_stack_of_what_lives():
     assert segment["frames"] is at_start[kept]["frames"]
 
 
-def test_no_overflow_is_said_too():
+def test_no_overflow_is_said_too() -> None:
     settings = build(Heap().recording(max_entries=9))["allocator_settings"]
     assert settings["trace_alloc_overflowed"] is False
     assert settings["trace_alloc_max_entries"] == 9
     assert settings["trace_alloc_dropped"] == 0
 
 
-def test_settings_are_plain_and_exact_in_every_reader():
+def test_settings_are_plain_and_exact_in_every_reader() -> None:
     # GIVEN a limit that JavaScript can't hold
     recording = Heap().recording(
         settings={"memory_limit": 2**63, "mlx": "0.32.4", "wired": None, "x": 0.5}
@@ -359,7 +359,7 @@ def test_settings_are_plain_and_exact_in_every_reader():
     assert settings["x"] == 0.5
 
 
-def test_empty_buffers_are_counted_and_not_drawn():
+def test_empty_buffers_are_counted_and_not_drawn() -> None:
     # GIVEN
     heap = Heap()
     heap.free(heap.new(0, stack=1), Action.FreeActiveToOS)
@@ -374,7 +374,7 @@ def test_empty_buffers_are_counted_and_not_drawn():
     assert result["allocator_settings"]["zero_byte_allocs"] == 2
 
 
-def test_frames_that_readers_hide_become_visible():
+def test_frames_that_readers_hide_become_visible() -> None:
     # GIVEN names that the readers take for the interpreter's own
     heap = Heap()
     heap.new(10, stack=3)
@@ -397,7 +397,7 @@ def test_frames_that_readers_hide_become_visible():
     assert frames[0]["filename"] == "/app/odd\\nname;\\udc80.py"
 
 
-def test_equal_stacks_are_one_object():
+def test_equal_stacks_are_one_object() -> None:
     # GIVEN ids 4 and 5, which read the same
     heap = Heap()
     heap.new(10, stack=4)
@@ -412,7 +412,7 @@ def test_equal_stacks_are_one_object():
     assert {id(s["blocks"][0]["frames"]) for s in result["segments"]} == stacks
 
 
-def test_32_frames_arrive_innermost_first():
+def test_32_frames_arrive_innermost_first() -> None:
     heap = Heap()
     heap.new(10, stack=6)
     frames = trace_of(heap.recording())[1]["frames"]
@@ -420,7 +420,7 @@ def test_32_frames_arrive_innermost_first():
     assert [frame["line"] for frame in frames] == lines[::-1]
 
 
-def test_ids_of_an_old_session_show_no_stack():
+def test_ids_of_an_old_session_show_no_stack() -> None:
     # GIVEN
     heap = Heap()
     heap.new(10, stack=1)
@@ -436,7 +436,7 @@ def test_ids_of_an_old_session_show_no_stack():
 
 
 @pytest.mark.parametrize("lost", range(4))
-def test_a_hole_in_the_events_is_filled_and_counted(lost: int):
+def test_a_hole_in_the_events_is_filled_and_counted(lost: int) -> None:
     # GIVEN events of which somebody took one out
     heap = Heap()
     addr = heap.new(100, stack=1)
@@ -462,7 +462,7 @@ def test_a_hole_in_the_events_is_filled_and_counted(lost: int):
     assert broken == (0 if lost == 0 else 1)
 
 
-def test_building_leaves_the_collector_as_it_was():
+def test_building_leaves_the_collector_as_it_was() -> None:
     assert gc.isenabled()
     build(busy_heap().recording())
     assert gc.isenabled()
@@ -474,7 +474,7 @@ def test_building_leaves_the_collector_as_it_was():
         gc.enable()
 
 
-def test_write_returns_the_path_and_leaves_one_file(tmp_path: pathlib.Path):
+def test_write_returns_the_path_and_leaves_one_file(tmp_path: pathlib.Path) -> None:
     # GIVEN
     result = build(busy_heap().recording())
     target = tmp_path / "out.pickle"
@@ -489,14 +489,14 @@ def test_write_returns_the_path_and_leaves_one_file(tmp_path: pathlib.Path):
     assert os.listdir(tmp_path) == ["out.pickle"]
 
 
-def test_write_gives_the_rights_of_a_plain_new_file(tmp_path: pathlib.Path):
+def test_write_gives_the_rights_of_a_plain_new_file(tmp_path: pathlib.Path) -> None:
     (tmp_path / "plain").write_text("")
     write({}, tmp_path / "out.pickle")
     mode = (tmp_path / "plain").stat().st_mode
     assert (tmp_path / "out.pickle").stat().st_mode == mode
 
 
-def test_write_follows_a_link(tmp_path: pathlib.Path):
+def test_write_follows_a_link(tmp_path: pathlib.Path) -> None:
     # GIVEN
     (tmp_path / "link").symlink_to(tmp_path / "out.pickle")
 
@@ -510,7 +510,7 @@ def test_write_follows_a_link(tmp_path: pathlib.Path):
 
 def test_a_failed_write_leaves_what_was_there(
     tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
-):
+) -> None:
     # GIVEN a disk that is full before the end
     target = tmp_path / "out.pickle"
     target.write_text("old")
@@ -530,7 +530,7 @@ def test_a_failed_write_leaves_what_was_there(
     assert os.listdir(tmp_path) == ["out.pickle"]
 
 
-def test_write_says_which_path_is_missing(tmp_path: pathlib.Path):
+def test_write_says_which_path_is_missing(tmp_path: pathlib.Path) -> None:
     with pytest.raises(FileNotFoundError):
         write({}, tmp_path / "missing" / "out.pickle")
     with pytest.raises(IsADirectoryError, match="is a directory"):
@@ -539,13 +539,13 @@ def test_write_says_which_path_is_missing(tmp_path: pathlib.Path):
 
 
 @pytest.mark.parametrize("path", [None, 3, b"out.pickle"])
-def test_write_wants_a_path(path: Any):
+def test_write_wants_a_path(path: Any) -> None:
     with pytest.raises(TypeError, match="path must be a str or path-like, not"):
         write({}, path)
 
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full (Linux)")
-def test_a_full_device_is_an_error_and_stays_a_device():
+def test_a_full_device_is_an_error_and_stays_a_device() -> None:
     with pytest.raises(OSError, match="No space left"):
         write(build(busy_heap().recording()), "/dev/full")
     assert not pathlib.Path("/dev/full").is_file()
