@@ -4,8 +4,9 @@ Two modes. ``step`` times training steps of ``examples/train_transformer.py``;
 ``tiny`` times a loop of small operations, 10x10 adds with an eval each, called 32
 frames deep. Recording is switched on and off between blocks of work, in the order
 ABBA with a random first letter, so that drift of the machine hits both alike. What is
-printed is the median, the quartiles, and the ratio of neighbours. Nothing is judged
-here.
+printed is the median, the quartiles, and the ratio of neighbours, by the clock and by
+the processor time of all threads; on a busy machine only the latter means much.
+Nothing is judged here.
 
     python benchmarks/step_overhead.py --mode step --pairs 20
 """
@@ -21,6 +22,7 @@ import time
 from collections.abc import Callable, Sequence
 from importlib.metadata import version
 from pathlib import Path
+from typing import NamedTuple
 
 import mlx.core as mx
 
@@ -64,7 +66,14 @@ def tiny_block(operations: int) -> Callable[[], None]:
     return lambda: deep(DEPTH, work)
 
 
-def timed(block: Callable[[], None], recorded: bool, stacks: bool) -> float:
+class Seconds(NamedTuple):
+    """What one block took."""
+
+    wall: float  # by the clock
+    cpu: float  # of all threads of the process
+
+
+def timed(block: Callable[[], None], recorded: bool, stacks: bool) -> Seconds:
     """Run one block, recorded or not, and return its seconds.
 
     Switching on and off is not part of the time.
@@ -72,9 +81,9 @@ def timed(block: Callable[[], None], recorded: bool, stacks: bool) -> float:
     if recorded:
         mlxmem.enable(stacks=stacks)
     try:
-        started = time.perf_counter()
+        wall, cpu = time.perf_counter(), time.process_time()
         block()
-        return time.perf_counter() - started
+        return Seconds(time.perf_counter() - wall, time.process_time() - cpu)
     finally:
         if recorded:
             mlxmem.disable()
@@ -88,13 +97,13 @@ def quartiles(values: Sequence[float]) -> tuple[float, float, float]:
 
 def measure(
     block: Callable[[], None], pairs: int, warm_up: int, stacks: bool, seed: int
-) -> tuple[list[float], list[float]]:
+) -> tuple[list[Seconds], list[Seconds]]:
     """Return the seconds of the unrecorded and of the recorded blocks, in pairs."""
     for _ in range(warm_up):
         timed(block, False, stacks)
         timed(block, True, stacks)
     order = random.Random(seed)
-    times: dict[bool, list[float]] = {False: [], True: []}
+    times: dict[bool, list[Seconds]] = {False: [], True: []}
     first = order.random() < 0.5
     for pair in range(pairs):
         if pair % 2 == 0:
@@ -106,15 +115,19 @@ def measure(
     return times[False], times[True]
 
 
-def report(plain: list[float], recorded: list[float], units: int, name: str) -> None:
+def report(plain: list[Seconds], recorded: list[Seconds], units: int) -> None:
     """Print both times per unit of work, and the ratio of the pairs."""
-    for label, values in (("not recorded", plain), ("recorded", recorded)):
-        low, median, high = (1e3 * value / units for value in quartiles(values))
-        print(f"{label:13} {median:10.4f} ms a {name}  ({low:.4f} to {high:.4f})")
-    low, median, high = quartiles([b / a for a, b in zip(plain, recorded, strict=True)])
-    ratio = statistics.median(recorded) / statistics.median(plain)
-    print(f"ratio of the medians     {ratio:.4f}")
-    print(f"median of the ratios     {median:.4f}  ({low:.4f} to {high:.4f})")
+    for clock in Seconds._fields:
+        off = [getattr(seconds, clock) for seconds in plain]
+        on = [getattr(seconds, clock) for seconds in recorded]
+        print(f"  {clock} time")
+        for label, values in (("not recorded", off), ("recorded", on)):
+            low, median, high = (1e3 * value / units for value in quartiles(values))
+            print(f"    {label:18}{median:10.4f} ms  ({low:.4f} to {high:.4f})")
+        low, median, high = quartiles([b / a for a, b in zip(off, on, strict=True)])
+        of_medians = statistics.median(on) / statistics.median(off)
+        print(f"    ratio of medians  {of_medians:10.4f}")
+        print(f"    median of ratios  {median:10.4f}     ({low:.4f} to {high:.4f})")
 
 
 def main() -> None:
@@ -147,8 +160,8 @@ def main() -> None:
             not options.no_stacks,
             options.seed,
         )
-        print(f"\n{mode}: {options.pairs} pairs of {units}; quartiles in brackets")
-        report(plain, recorded, units, name)
+        print(f"\n{mode}: a {name}; {options.pairs} pairs of {units}, quartiles in ()")
+        report(plain, recorded, units)
 
 
 if __name__ == "__main__":
