@@ -138,8 +138,7 @@ void check_allocator(Mlx& mlx) {
   originals.release = reinterpret_cast<abi::FreeFn>(vtable[abi::kRelease]);
 
   auto counter = [&](const char* symbol) {
-    return reinterpret_cast<abi::CounterFn>(
-        required_symbol(mlx.image, symbol));
+    return reinterpret_cast<abi::CounterFn>(required_symbol(mlx.image, symbol));
   };
   mlx_counters.bind(
       mlx.allocator,
@@ -235,18 +234,17 @@ class DescCheck {
   }
 
   void check(const std::string& what) const {
-    auto begin = static_cast<char*>(
-        pointer(abi::kDescShape + abi::kSmallVectorBegin));
+    auto begin =
+        static_cast<char*>(pointer(abi::kDescShape + abi::kSmallVectorBegin));
     auto end =
         static_cast<char*>(pointer(abi::kDescShape + abi::kSmallVectorEnd));
     require(
         end - begin == 3 * sizeof(int) && inside(begin) &&
             std::memcmp(begin, "\3\0\0\0\5\0\0\0\7\0\0\0", 12) == 0,
         "ArrayDesc: the shape of " + what + " is not at offset 0");
-    begin = static_cast<char*>(
-        pointer(abi::kDescStrides + abi::kSmallVectorBegin));
-    end =
-        static_cast<char*>(pointer(abi::kDescStrides + abi::kSmallVectorEnd));
+    begin =
+        static_cast<char*>(pointer(abi::kDescStrides + abi::kSmallVectorBegin));
+    end = static_cast<char*>(pointer(abi::kDescStrides + abi::kSmallVectorEnd));
     int64_t strides[3] = {35, 7, 1};
     require(
         end - begin == sizeof(strides) && inside(begin) &&
@@ -267,8 +265,7 @@ class DescCheck {
         word(abi::kDescTailPadding) == untouched,
         "ArrayDesc: the last four bytes of " + what + " are written");
     for (size_t i = abi::kDescSize; i < sizeof(memory_); ++i) {
-      require(
-          memory_[i] == kPattern, "ArrayDesc is larger than 368 bytes");
+      require(memory_[i] == kPattern, "ArrayDesc is larger than 368 bytes");
     }
   }
 
@@ -325,8 +322,7 @@ void check_primitives(Mlx& mlx, const std::vector<void**>& vtables) {
         std::string("name() of ") + known.name + " is not code of libmlx");
     const char* text = name(no_object);
     require(
-        text && mlx.image.contains(text) &&
-            std::strcmp(text, known.name) == 0,
+        text && mlx.image.contains(text) && std::strcmp(text, known.name) == 0,
         std::string("slot 5 of the vtable of ") + known.name +
             " does not return its name");
   }
@@ -383,21 +379,26 @@ struct Import {
   bool in_mlx; // libmlx defines it; else the program that imports libmlx
 };
 
-#define MLXMEM_IMPORT(symbol, probe, member, in_mlx)          \
-  Import{                                                     \
-      symbol,                                                 \
-      reinterpret_cast<void*>(&probes::probe),                \
-      reinterpret_cast<void**>(&originals.member),            \
-      in_mlx}
+#define MLXMEM_IMPORT(symbol, probe, member, in_mlx)        \
+  Import {                                                  \
+    symbol, reinterpret_cast<void*>(&probes::probe),        \
+        reinterpret_cast<void**>(&originals.member), in_mlx \
+  }
 
 const Import kImports[] = {
     MLXMEM_IMPORT(abi::kDescInitSymbol, desc_init, desc_init, true),
     MLXMEM_IMPORT(abi::kSetDataSymbol, set_data, set_data, true),
     MLXMEM_IMPORT(abi::kSetDataLongSymbol, set_data_long, set_data_long, true),
     MLXMEM_IMPORT(
-        abi::kSetDataOffsetSymbol, set_data_offset, set_data_offset, true),
+        abi::kSetDataOffsetSymbol,
+        set_data_offset,
+        set_data_offset,
+        true),
     MLXMEM_IMPORT(
-        abi::kSetDataOwnedSymbol, set_data_owned, set_data_owned, true),
+        abi::kSetDataOwnedSymbol,
+        set_data_owned,
+        set_data_owned,
+        true),
     MLXMEM_IMPORT(
         abi::kSetDataOwnedLongSymbol,
         set_data_owned_long,
@@ -465,7 +466,8 @@ void check_imports(const Mlx& mlx) {
   require(set_data, "libmlx does not call array::set_data through a slot");
 }
 
-// ---- the allocator's own vtable ------------------------------------------------
+// ---- the allocator's own vtable
+// ------------------------------------------------
 
 // The object gets a copy of its vtable, from the two words before it that hold
 // the type. The copy stays: another thread may be calling through it.
@@ -500,8 +502,7 @@ void remember(const std::vector<Image>& images) {
 
 // The copy of the allocator's vtable has the type in its head.
 std::string allocator_class() {
-  auto type =
-      static_cast<const TypeInfo*>(allocator_vtable[kVtableHead - 1]);
+  auto type = static_cast<const TypeInfo*>(allocator_vtable[kVtableHead - 1]);
   return type ? type->name : "";
 }
 

@@ -91,10 +91,7 @@ void Books::allocated(
   observe_cache(after);
 }
 
-void Books::made_buffer(
-    uint64_t address,
-    uint64_t size,
-    const Origin& origin) {
+void Books::made_buffer(uint64_t address, uint64_t size, const Origin& origin) {
   uint32_t slot = table_.find(address);
   if (slot != BufferTable::kNone) {
     table_[slot].cached ? drop_cached(slot) : forget_active(slot);
@@ -208,8 +205,7 @@ void Books::removed_as(
 void Books::forget_active(uint32_t slot) {
   uint64_t size = table_[slot].event.size;
   totals_.unexplained += size;
-  removed_as(
-      Action::FreeActiveToOS, table_[slot].event.address, slot, size);
+  removed_as(Action::FreeActiveToOS, table_[slot].event.address, slot, size);
 }
 
 void Books::evict(uint64_t bytes) {

@@ -1,7 +1,7 @@
 // Keeps account of MLX's buffers: turns what the allocator did into events and
 // holds the totals that must equal MLX's own counters at every quiet moment.
-// Not synchronised: the probes hold one lock around the allocator's call and the
-// booking of it, so that the log has the order of the allocator.
+// Not synchronised: the probes hold one lock around the allocator's call and
+// the booking of it, so that the log has the order of the allocator.
 
 #pragma once
 
@@ -96,11 +96,8 @@ class Books {
       uint64_t size,
       uint64_t requested_size,
       const Origin& origin);
-  void removed_as(
-      Action action,
-      uint64_t address,
-      uint32_t slot,
-      uint64_t size);
+  void
+  removed_as(Action action, uint64_t address, uint32_t slot, uint64_t size);
   // Stamps the event and appends a copy of it.
   void log(Action action, Event& event);
   void evict(uint64_t bytes);

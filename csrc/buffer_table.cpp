@@ -90,8 +90,7 @@ void BufferTable::remove_cached(uint32_t slot) {
 void BufferTable::grow() {
   // Room for every erase() to come: it must not allocate.
   free_slots_.reserve(index_.empty() ? 1024 : index_.size());
-  std::vector<uint32_t> index(
-      index_.empty() ? 1024 : 2 * index_.size(), kNone);
+  std::vector<uint32_t> index(index_.empty() ? 1024 : 2 * index_.size(), kNone);
   index_.swap(index);
   size_t mask = index_.size() - 1;
   for (uint32_t slot : index) {

@@ -42,8 +42,7 @@ void in_child() {
 }
 
 void handle_forks() {
-  static int registered =
-      pthread_atfork(before_fork, unlock_all, in_child);
+  static int registered = pthread_atfork(before_fork, unlock_all, in_child);
   (void)registered;
 }
 

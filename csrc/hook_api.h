@@ -66,8 +66,7 @@ MLXMEM_API void mlxmem_free_copy(mlxmem_copy* copy);
 MLXMEM_API const char* mlxmem_primitive_name(uint32_t id);
 
 // Patches libraries that were loaded since; the number of words, or -1.
-MLXMEM_API int64_t
-mlxmem_attach_new_images(char* message, size_t message_size);
+MLXMEM_API int64_t mlxmem_attach_new_images(char* message, size_t message_size);
 // Writes up to capacity changed words and returns how many there are.
 MLXMEM_API size_t mlxmem_patched_words(mlxmem_word* out, size_t capacity);
 // "cpu", "cuda", "metal"; "" before the first attach.

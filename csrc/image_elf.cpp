@@ -44,7 +44,7 @@ class ImageReader {
     image->base_ = info.dlpi_addr;
     const ElfW(Dyn)* dynamic = nullptr;
     for (int i = 0; i < info.dlpi_phnum; ++i) {
-      const ElfW(Phdr)& header = info.dlpi_phdr[i];
+      const ElfW(Phdr) & header = info.dlpi_phdr[i];
       MemoryRange range;
       range.begin = info.dlpi_addr + header.p_vaddr;
       range.end = range.begin + header.p_memsz;

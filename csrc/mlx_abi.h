@@ -27,22 +27,20 @@ enum AllocatorSlot {
   kAllocatorSlots = 7, // then the complete and the deleting destructor
 };
 
-constexpr const char* kAllocatorSymbol =
-    "_ZN3mlx4core9allocator9allocatorEv";
+constexpr const char* kAllocatorSymbol = "_ZN3mlx4core9allocator9allocatorEv";
 constexpr const char* kAllocatorTypeSymbol =
     "_ZTIN3mlx4core9allocator9AllocatorE";
 using AllocatorGetter = void* (*)();
 
 // size_t(void), MLX's own counters in bytes.
-constexpr const char* kActiveMemorySymbol =
-    "_ZN3mlx4core17get_active_memoryEv";
+constexpr const char* kActiveMemorySymbol = "_ZN3mlx4core17get_active_memoryEv";
 constexpr const char* kCacheMemorySymbol = "_ZN3mlx4core16get_cache_memoryEv";
 constexpr const char* kPeakMemorySymbol = "_ZN3mlx4core15get_peak_memoryEv";
 constexpr const char* kMemoryLimitSymbol = "_ZN3mlx4core16get_memory_limitEv";
 using CounterFn = size_t (*)();
 
-// The CPU's allocator from 0.32.0. MLX has no getter of the cache limit, and its
-// getter of the cached bytes takes a mutex. Used only where the words that
+// The CPU's allocator from 0.32.0. MLX has no getter of the cache limit, and
+// its getter of the cached bytes takes a mutex. Used only where the words that
 // MLX's functions also return have the values that they return.
 constexpr const char* kCpuAllocatorType =
     "N3mlx4core9allocator15CommonAllocatorE";
@@ -136,8 +134,7 @@ using DescNodeCtor = void (*)(
 using DescDtor = void (*)(void* self);
 using DescInitFn = void (*)(void* self);
 
-constexpr const char* kDescInitSymbol =
-    "_ZN3mlx4core5array9ArrayDesc4initEv";
+constexpr const char* kDescInitSymbol = "_ZN3mlx4core5array9ArrayDesc4initEv";
 constexpr const char* kDescLeafCtorSymbol =
     "_ZN3mlx4core5array9ArrayDescC1ENS0_11SmallVectorIiLm10ESaIiEEENS0_"
     "5DtypeE";

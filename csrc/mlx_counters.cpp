@@ -32,8 +32,7 @@ void MlxCounters::bind(
       word(cpu_allocator_, abi::kCpuPageSize) == abi::kCpuPageSizeValue) {
     cache_word_ = reinterpret_cast<const uint64_t*>(
         cpu_allocator_ + abi::kCpuCacheMemory);
-    mutex_word_ =
-        reinterpret_cast<const int*>(cpu_allocator_ + abi::kCpuMutex);
+    mutex_word_ = reinterpret_cast<const int*>(cpu_allocator_ + abi::kCpuMutex);
   }
 }
 

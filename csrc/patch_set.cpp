@@ -35,11 +35,8 @@ std::vector<Mapping> memory_mappings() {
     char flags[5];
     if (line_start &&
         std::sscanf(
-            line,
-            "%" SCNxPTR "-%" SCNxPTR " %4s",
-            &m.begin,
-            &m.end,
-            flags) == 3) {
+            line, "%" SCNxPTR "-%" SCNxPTR " %4s", &m.begin, &m.end, flags) ==
+            3) {
       m.protection = (flags[0] == 'r' ? PROT_READ : 0) |
           (flags[1] == 'w' ? PROT_WRITE : 0) |
           (flags[2] == 'x' ? PROT_EXEC : 0);
@@ -71,8 +68,7 @@ class WritablePages {
     size_t page = sysconf(_SC_PAGESIZE);
     std::vector<uintptr_t> pages;
     for (auto& patch : patches) {
-      pages.push_back(
-          reinterpret_cast<uintptr_t>(patch.address) / page * page);
+      pages.push_back(reinterpret_cast<uintptr_t>(patch.address) / page * page);
     }
     std::sort(pages.begin(), pages.end());
     pages.erase(std::unique(pages.begin(), pages.end()), pages.end());

@@ -109,8 +109,7 @@ Origin origin_of_allocation() {
   auto& operation = thread.operation;
   if (operation.primitive_class) {
     if (!operation.name && operation.primitive) {
-      operation.name =
-          operation.primitive_class->name_of(operation.primitive);
+      operation.name = operation.primitive_class->name_of(operation.primitive);
     }
     origin.traceback = operation.traceback;
     origin.session = operation.session;
@@ -293,9 +292,7 @@ void probes::release(void* self, void* buffer) {
   size_t size = originals.size(self, buffer);
   originals.release(self, buffer);
   if (scope.recording()) {
-    scope.book([&](Books& books) {
-      books.released(address_of(buffer), size);
-    });
+    scope.book([&](Books& books) { books.released(address_of(buffer), size); });
   }
 }
 
@@ -377,8 +374,7 @@ void probes::set_data_owned_long(
     abi::Flags flags,
     int64_t offset) {
   note_bound_buffer(self, *static_cast<void**>(data));
-  originals.set_data_owned_long(
-      self, data, data_size, strides, flags, offset);
+  originals.set_data_owned_long(self, data, data_size, strides, flags, offset);
 }
 
 // ---- primitives ----------------------------------------------------------
@@ -396,8 +392,8 @@ void evaluate_primitive(
   operation.primitive = primitive;
   operation.primitive_class = &primitive_class;
   operation.session = session();
-  operation.stream = static_cast<int32_t>(
-      *word_at(primitive, abi::kPrimitiveStream));
+  operation.stream =
+      static_cast<int32_t>(*word_at(primitive, abi::kPrimitiveStream));
   // outputs is a std::vector<array>; the first output's node was created at
   // the line that called the operation.
   auto begin = static_cast<void**>(outputs)[0];

@@ -69,10 +69,7 @@ void set_data_owned_long(
     void* strides,
     abi::Flags flags,
     int64_t offset);
-void enqueue(
-    void* self,
-    abi::Stream stream,
-    std::function<void()>* task);
+void enqueue(void* self, abi::Stream stream, std::function<void()>* task);
 void* release_gil();
 void acquire_gil(void* thread_state);
 

@@ -34,6 +34,7 @@ class _Totals(ctypes.Structure):
         ("frees", ctypes.c_uint64),
         ("unexplained", ctypes.c_uint64),
     ]
+    names = tuple(field[0] for field in _fields_)
 
 
 class _Copy(ctypes.Structure):
@@ -218,7 +219,7 @@ def copy_session(with_events: bool = True) -> tuple[Totals, Records, Records]:
         raise MemoryError("the recorded events do not fit into memory a second time")
     try:
         return (
-            Totals(*(getattr(copy.totals, name) for name, _ in _Totals._fields_)),
+            Totals(*(getattr(copy.totals, name) for name in _Totals.names)),
             _records(copy.events, copy.n_events, RAW_EVENT),
             _records(copy.buffers, copy.n_buffers, RAW_BUFFER),
         )
@@ -273,8 +274,9 @@ def cache_limit() -> int | None:
 def _records(address: int | None, n: int, dtype: np.dtype[np.void]) -> Records:
     if not address or not n:
         return np.empty(0, dtype)
-    raw = (ctypes.c_char * (n * dtype.itemsize)).from_address(address)
-    return np.frombuffer(raw, dtype).copy()
+    raw = (ctypes.c_ubyte * (n * dtype.itemsize)).from_address(address)
+    records: Records = np.frombuffer(memoryview(raw), dtype).copy()
+    return records
 
 
 def _text(buffer: ctypes.Array[ctypes.c_char]) -> str:

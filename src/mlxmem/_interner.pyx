@@ -15,6 +15,7 @@ Where the user forbids that (``PYTHON_GIL=0``), nothing is captured.
 """
 
 import sys
+from builtins import id as builtin_id
 from operator import index as _index
 
 from libc.stdint cimport UINT32_MAX, int64_t, uint32_t, uint64_t, uintptr_t
@@ -314,7 +315,8 @@ def begin_session() -> int:
     cdef uint64_t i
     cdef bint agrees = walks_agree()
     # Free-threaded with the GIL forced off: the table would have no lock.
-    cdef bint locked = getattr(sys, "_is_gil_enabled", bool_true)()
+    gil_enabled = getattr(sys, "_is_gil_enabled", None)
+    cdef bint locked = gil_enabled is None or gil_enabled()
     old_names = names_310
     names_310 = {}
     # Nothing between here and the end of the new table runs Python code.
@@ -342,10 +344,6 @@ def begin_session() -> int:
     free(old.sorted_codes)
     del old_names
     return begun
-
-
-def bool_true():
-    return True
 
 
 cdef bint walks_agree():
@@ -479,9 +477,6 @@ def interner_stats() -> dict:
     }
 
 
-from builtins import id as builtin_id
-
-
 # Frames of `id` with a new reference to each code object, none if there is no
 # such stack; False without memory. Runs no Python code.
 cdef bint look_up(uint64_t id, Stack* stack) noexcept:
@@ -601,7 +596,7 @@ def _find_names_310(wanted, names):
     is_optimized = 0x1
     files = {code.co_filename for code in wanted}
     found = {}
-    doubtful = {}
+    doubtful = []
     for code in wanted:
         if code.co_name == "<module>":
             found[builtin_id(code)] = (code, "<module>")
@@ -616,15 +611,17 @@ def _find_names_310(wanted, names):
         if own and "<locals>" not in name:
             found[builtin_id(code)] = (code, name)
         else:
-            doubtful.setdefault(builtin_id(code), (code, name, own))
+            doubtful.append((own, code, name))
+    # Taken from the end: those that at least carry the code's own name first.
+    doubtful.sort(key=lambda entry: entry[0])
     to_visit = list(found.values())
     while to_visit or doubtful:
         if not to_visit:
             # No parent is known for these: their own word, and go down again.
-            key, (code, name, own) = doubtful.popitem()
-            if key in found:
+            _, code, name = doubtful.pop()
+            if builtin_id(code) in found:
                 continue
-            found[key] = (code, name)
+            found[builtin_id(code)] = (code, name)
             to_visit.append((code, name))
         code, name = to_visit.pop()
         if code.co_name == "<module>":

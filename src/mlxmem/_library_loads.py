@@ -30,7 +30,7 @@ def watch(loaded: Callable[[], Any]) -> None:
 
     _original, _replacement = original, create_module
     importlib.machinery.ExtensionFileLoader.create_module = (  # type: ignore[method-assign]
-        create_module  # type: ignore[assignment]
+        create_module
     )
 
 

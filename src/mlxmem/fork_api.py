@@ -1,5 +1,4 @@
-"""The names of the MLX fork that records memory events, so that its users change
-only the import."""
+"""The names of the MLX fork that records memory events: change only the import."""
 
 from __future__ import annotations
 
@@ -48,14 +47,15 @@ def to_snapshot(events: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
     Parameters
     ----------
     events : iterable of dict
-        As `mlxmem.events` returns them.
+        As `mlxmem.events` returns them; their times count from the start of this
+        process's session, or from the Unix epoch where there was none.
 
     Raises
     ------
     TypeError, ValueError
         An event is malformed; the message names it.
     """
-    return _snapshot.build(from_dicts(events))
+    return _snapshot.build(from_dicts(events, start_us=recorder.session_start_us()))
 
 
 def dump_snapshot(

@@ -20,11 +20,14 @@
 #endif
 
 /* Python versions whose frame layout is known. A free-threaded build is left to
- * the portable walk: its bytecode need not lie inside the code object. */
+ * the portable walk: its bytecode need not lie inside the code object. Define
+ * it as 0 to test that walk. */
+#ifndef MLXMEM_FAST_WALK
 #if PY_VERSION_HEX < 0x030E0000 && !defined(Py_GIL_DISABLED)
 #define MLXMEM_FAST_WALK 1
 #else
 #define MLXMEM_FAST_WALK 0
+#endif
 #endif
 
 #if MLXMEM_FAST_WALK && PY_VERSION_HEX >= 0x030B0000
@@ -49,7 +52,7 @@
 
 typedef struct {
   uint64_t hash; /* of the words */
-  int count;     /* frames */
+  int count; /* frames */
   uintptr_t words[MLXMEM_MAX_FRAMES * MLXMEM_FRAME_WORDS]; /* innermost first */
   PyCodeObject* codes[MLXMEM_MAX_FRAMES]; /* borrowed */
 } mlxmem_stack;
@@ -98,7 +101,8 @@ static inline PyThreadState* mlxmem_capturing_state(
 
 /* Byte offset of an instruction, as PyCode_Addr2Line takes it. */
 static inline int mlxmem_byte_offset(
-    PyCodeObject* code, const uintptr_t* words) {
+    PyCodeObject* code,
+    const uintptr_t* words) {
 #if PY_VERSION_HEX >= 0x030B0000
   return (int)((intptr_t)words[0] - (intptr_t)&code->co_code_adaptive);
 #else
@@ -221,7 +225,8 @@ static inline void mlxmem_read_words(mlxmem_frame* frame, uintptr_t* words) {
  * among them, at instructions where no complete frame stands: such a stack
  * equals none that mlxmem_walk_exact returns, and must not be kept. */
 static inline void mlxmem_walk_quick(
-    PyThreadState* state, mlxmem_stack* stack) {
+    PyThreadState* state,
+    mlxmem_stack* stack) {
   uint64_t hash = MLXMEM_FNV_OFFSET;
   uintptr_t* words = stack->words;
   uintptr_t* end = words + MLXMEM_MAX_FRAMES * MLXMEM_FRAME_WORDS;
@@ -246,7 +251,8 @@ static inline void mlxmem_walk_quick(
 /* The innermost frames and their code objects, as mlxmem_walk_portable sees
  * them, without a frame object. */
 static inline void mlxmem_walk_exact(
-    PyThreadState* state, mlxmem_stack* stack) {
+    PyThreadState* state,
+    mlxmem_stack* stack) {
   mlxmem_frame* frame = mlxmem_innermost(state);
   stack->hash = MLXMEM_FNV_OFFSET;
   stack->count = 0;
@@ -265,13 +271,15 @@ static inline void mlxmem_walk_exact(
 #else
 
 static inline void mlxmem_walk_quick(
-    PyThreadState* state, mlxmem_stack* stack) {
+    PyThreadState* state,
+    mlxmem_stack* stack) {
   (void)state;
   mlxmem_walk_portable(stack);
 }
 
 static inline void mlxmem_walk_exact(
-    PyThreadState* state, mlxmem_stack* stack) {
+    PyThreadState* state,
+    mlxmem_stack* stack) {
   (void)state;
   mlxmem_walk_portable(stack);
 }

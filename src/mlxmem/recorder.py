@@ -12,10 +12,12 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Any, TypedDict, TypeVar, cast
 
+import numpy as np
+
 from mlxmem import _hook, _interner, _library_loads, snapshot as _snapshot
 from mlxmem._version import __version__
 from mlxmem.errors import UnsupportedMLXError
-from mlxmem.events import Records, Recording, Setting, decode, to_array
+from mlxmem.events import Recording, Records, Setting, decode, to_array
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
@@ -211,6 +213,14 @@ def recording() -> Recording:
     )
 
 
+def session_start_us() -> int:
+    """Return when the running or last session began, 0 before any enable().
+
+    Microseconds since the Unix epoch.
+    """
+    return _hook.totals().start_us if _has_session() else 0
+
+
 def events() -> list[dict[str, Any]]:
     """Return the retained events, oldest first; empty before any enable().
 
@@ -237,7 +247,7 @@ def events_array() -> Records:
         `mlxmem.Action`. Sizes in bytes, times in microseconds.
     """
     if not _has_session():
-        return to_array(Recording(events=_hook._records(None, 0, _hook.RAW_EVENT)))
+        return to_array(Recording(events=np.empty(0, RAW_EVENT)))
     return to_array(recording())
 
 

@@ -15,8 +15,7 @@ from typing import Any
 import pytest
 import viewer
 from handmade import Heap, busy_heap, heaps, quick
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from mlxmem.events import Action, State, decode, from_dicts
 from mlxmem.ledger import Ledger

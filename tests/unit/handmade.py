@@ -10,8 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from hypothesis import settings
-from hypothesis import strategies as st
+from hypothesis import settings, strategies as st
 
 from mlxmem.events import RAW_BUFFER, RAW_EVENT, Action, Frame, Recording
 

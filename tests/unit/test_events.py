@@ -8,8 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 from handmade import PRIMITIVES, STACKS, Heap, busy_heap, heaps, quick
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from mlxmem.events import (
     EVENT,
