@@ -17,7 +17,14 @@ import numpy as np
 from mlxmem import _hook, _interner, _library_loads, snapshot as _snapshot
 from mlxmem._version import __version__
 from mlxmem.errors import UnsupportedMLXError
-from mlxmem.events import Recording, Records, Setting, decode, to_array
+from mlxmem.events import (
+    RAW_EVENT,
+    Recording,
+    Records,
+    Setting,
+    decode,
+    to_array,
+)
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
