@@ -1,0 +1,71 @@
+"""Run one case script under recording and write what the tests need.
+
+    python run_case.py case01_loop_without_eval.py out.pickle [max_entries]
+
+The books are checked at the end. What MLX counted at every `snap()` of the case goes
+along, so that the test can compare the events up to there.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import pickle
+import runpy
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).resolve().parent
+sys.path.insert(1, str(HERE.parent))
+os.environ.pop("MLXMEM_DUMP", None)  # the runner records, the case must not
+
+import _mem  # noqa: E402
+from books import Books, settle  # noqa: E402
+
+import mlxmem  # noqa: E402
+
+
+def main(script: str, out: str, max_entries: int = 0) -> None:
+    """Record the script, check its books and pickle the recording."""
+    marks: list[dict[str, Any]] = []
+    books = Books(max_entries)
+    snap = _mem.snap
+
+    def marked_snap(label: str) -> tuple[int, int, int]:
+        shown: tuple[int, int, int] = snap(label)
+        counters = settle()
+        at = mlxmem.stats()["events_recorded"]
+        marks.append({"label": label, "at": at, **counters._asdict()})
+        return shown
+
+    _mem.snap = marked_snap
+    path = HERE / script
+    sys.argv = [str(path)]
+    with books:
+        # The globals keep the case's arrays alive until the books are closed.
+        keep = runpy.run_path(str(path), run_name="__main__")
+        recording = books.check()
+        ids = {int(i) for i in recording.events["traceback_id"]}
+        values = {
+            item.name: getattr(recording, item.name)
+            for item in dataclasses.fields(recording)
+        }
+        values["resolve"] = None  # a function; the stacks themselves follow
+        values["settings"] = dict(recording.settings)
+        values["primitives"] = list(recording.primitives)
+        result = {
+            "path": str(path),
+            "recording": values,
+            "stacks": {i: recording.resolve(i) for i in ids},
+            "marks": marks,
+            "resets": books.resets,
+            "main_thread": threading.main_thread().native_id,
+        }
+        Path(out).write_bytes(pickle.dumps(result))
+    del keep
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], sys.argv[2], *(int(value) for value in sys.argv[3:]))

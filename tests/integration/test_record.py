@@ -1,0 +1,149 @@
+"""`record()`: a context manager and a decorator that dumps on the way out."""
+
+from __future__ import annotations
+
+import pickle
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import pytest
+
+import mlxmem
+
+
+def sizes(path: Path) -> list[int]:
+    """Sizes of the allocations in a dump, bytes."""
+    with open(path, "rb") as file:
+        trace = pickle.load(file)["device_traces"][0]
+    return [entry["size"] for entry in trace if entry["action"] == "alloc"]
+
+
+def test_context_manager_dumps(tmp_path: Path) -> None:
+    path = tmp_path / "out.pickle"
+    with mlxmem.record(path):
+        assert mlxmem.is_enabled()
+        keep = mx.array([1] * 101)
+    assert not mlxmem.is_enabled()
+    assert 404 in sizes(path)
+    del keep
+
+
+def test_without_a_path_it_only_collects(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with mlxmem.record():
+        keep = mx.array([1] * 103)
+    assert list(tmp_path.iterdir()) == []
+    assert 412 in [event["requested_size"] for event in mlxmem.events()]
+    del keep
+
+
+def test_dumps_also_when_the_body_raised(tmp_path: Path) -> None:
+    path = tmp_path / "out.pickle"
+
+    def body() -> None:
+        keep = mx.array([1] * 107)
+        raise KeyError(keep.size)
+
+    with pytest.raises(KeyError) as caught, mlxmem.record(path):
+        body()
+    assert caught.value.args == (107,)
+    assert 428 in sizes(path)
+    assert not mlxmem.is_enabled()
+
+
+def test_a_failing_dump_does_not_hide_the_bodys_error(tmp_path: Path) -> None:
+    with (
+        pytest.raises((KeyError, OSError)) as caught,
+        mlxmem.record(tmp_path / "no" / "out.pickle"),
+    ):
+        raise KeyError("body")
+    errors = [caught.value, caught.value.__context__]
+    assert any(isinstance(error, KeyError) for error in errors)
+    assert not mlxmem.is_enabled()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_failing_dump_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError), mlxmem.record(tmp_path / "no" / "out"):
+        mx.array([1])
+    assert not mlxmem.is_enabled()
+    assert mlxmem.events()
+
+
+def test_decorator(tmp_path: Path) -> None:
+    path = tmp_path / "out.pickle"
+
+    @mlxmem.record(path, max_entries=0)
+    def build(n: int, *, twice: bool = False) -> mx.array:
+        """Builds."""
+        made = mx.array([1] * n)
+        return mx.array([1] * (2 * n)) if twice else made
+
+    assert (build.__name__, build.__doc__) == ("build", "Builds.")
+    assert not mlxmem.is_enabled()
+    assert build(109).size == 109
+    assert 436 in sizes(path)
+    assert build(113, twice=True).size == 226  # the second call dumps anew
+    assert {452, 904} <= set(sizes(path))
+    assert 436 not in sizes(path)
+
+
+def test_decorator_dumps_also_when_the_function_raised(tmp_path: Path) -> None:
+    path = tmp_path / "out.pickle"
+
+    @mlxmem.record(path)
+    def broken() -> None:
+        mx.array([1] * 127)
+        raise ValueError("broken")
+
+    with pytest.raises(ValueError, match="broken"):
+        broken()
+    assert 508 in sizes(path)
+
+
+def test_options_reach_enable() -> None:
+    with mlxmem.record(max_entries=5, stacks=False):
+        keep = [mx.array([n]) for n in range(20)]
+        assert len(mlxmem.events()) == 5
+        assert {event["traceback"] for event in mlxmem.events()} == {None}
+    del keep
+
+
+@pytest.mark.parametrize("options", [{"max_entries": -1}, {"max_entries": "x"}])
+def test_bad_options_raise(options: dict[str, Any]) -> None:
+    with pytest.raises((TypeError, ValueError), match="max_entries"):  # noqa: SIM117
+        with mlxmem.record(**options):
+            pass
+    assert not mlxmem.is_enabled()
+
+
+def test_inside_a_running_session_it_only_dumps(tmp_path: Path) -> None:
+    # GIVEN a session that has collected something
+    outer, inner = tmp_path / "outer.pickle", tmp_path / "inner.pickle"
+    with mlxmem.record(outer):
+        first = mx.array([1] * 131)
+
+        # WHEN a record() begins and ends inside it
+        with mlxmem.record(inner, max_entries=1):
+            second = mx.array([1] * 137)
+
+        # THEN that went on: nothing was thrown away, and what follows is recorded
+        assert mlxmem.is_enabled()
+        third = mx.array([1] * 139)
+    assert not mlxmem.is_enabled()
+    assert {524, 548} <= set(sizes(inner))
+    assert {524, 548, 556} <= set(sizes(outer))
+    del first, second, third
+
+
+def test_inside_enable_it_stops_nothing(tmp_path: Path) -> None:
+    mlxmem.enable()
+    first = mx.array([1] * 149)
+    with mlxmem.record(tmp_path / "out.pickle"):
+        pass
+    assert mlxmem.is_enabled()
+    assert 596 in sizes(tmp_path / "out.pickle")
+    del first
