@@ -1,14 +1,12 @@
 #include "attach.h"
 
-#include <dlfcn.h>
-
 #include <algorithm>
 #include <cstring>
 #include <mutex>
-#include <typeinfo>
 
 #include "image.h"
 #include "mlx_abi.h"
+#include "mlx_core.h"
 #include "primitive_classes.h"
 #include "probes.h"
 
@@ -26,309 +24,9 @@ PatchSet& patches() {
   return *set;
 }
 
-// ---- run-time type information of the C++ ABI -----------------------------
-
-struct TypeInfo {
-  void* kind; // which class of type_info this is
-  const char* name;
-  const TypeInfo* base; // of a class with one base
-};
-
-struct OneBase {
-  virtual ~OneBase() = default;
-};
-struct Derived : OneBase {};
-
-bool has_one_base(const TypeInfo* type) {
-  static void* const kind = *reinterpret_cast<void* const*>(&typeid(Derived));
-  return type->kind == kind;
-}
-
-bool is_class(const TypeInfo* type) {
-  static void* const kind = *reinterpret_cast<void* const*>(&typeid(OneBase));
-  return type->kind == kind || has_one_base(type);
-}
-
-bool derives_from(const TypeInfo* type, const TypeInfo* base) {
-  for (int depth = 0; type && depth < 16; ++depth) {
-    if (type == base || std::strcmp(type->name, base->name) == 0) {
-      return true;
-    }
-    if (!has_one_base(type)) {
-      return false;
-    }
-    type = type->base;
-  }
-  return false;
-}
-
-// The vtable's first function follows the offset to the top and the type.
-const TypeInfo* type_of_vtable(void* const* vtable) {
-  return static_cast<const TypeInfo*>(vtable[-1]);
-}
-
-// ---- what is known of MLX's core ------------------------------------------
-
-struct Mlx {
-  Image image;
-  const TypeInfo* primitive_type = nullptr;
-  void** allocator = nullptr; // the object; its first word is the vptr
-};
-
-void require(bool holds, const std::string& fact) {
-  if (!holds) {
-    throw AttachError(fact);
-  }
-}
-
-void* required_symbol(const Image& image, const char* name) {
-  void* address = image.symbol(name);
-  require(address, std::string("libmlx does not export ") + name);
-  return address;
-}
-
-Mlx find_mlx(const std::vector<Image>& images) {
-  Mlx mlx;
-  bool found = false;
-  for (auto& image : images) {
-    if (image.symbol(abi::kAllocatorSymbol)) {
-      require(!found, "two MLX cores are loaded in this process");
-      mlx.image = image;
-      found = true;
-    }
-  }
-  require(
-      found,
-      std::string("no loaded library defines ") + abi::kAllocatorSymbol +
-          " (is mlx.core imported?)");
-  return mlx;
-}
-
-// The allocator's vtable: five functions and two destructors, all of them code
-// of libmlx, of a class derived from mlx::core::allocator::Allocator.
-void check_allocator(Mlx& mlx) {
-  auto getter = reinterpret_cast<abi::AllocatorGetter>(
-      required_symbol(mlx.image, abi::kAllocatorSymbol));
-  mlx.allocator = static_cast<void**>(getter());
-  require(mlx.allocator, "allocator() returns a null pointer");
-  auto vtable = static_cast<void**>(*mlx.allocator);
-  require(
-      mlx.image.contains(vtable),
-      "the allocator's vtable does not lie in libmlx");
-  auto type = type_of_vtable(vtable);
-  auto base = static_cast<const TypeInfo*>(
-      required_symbol(mlx.image, abi::kAllocatorTypeSymbol));
-  require(
-      type && has_one_base(type) && derives_from(type, base),
-      "the allocator's class does not derive from "
-      "mlx::core::allocator::Allocator alone");
-  for (int slot = 0; slot < abi::kAllocatorSlots; ++slot) {
-    require(
-        mlx.image.is_code(vtable[slot]),
-        "slot " + std::to_string(slot) +
-            " of the allocator's vtable is not a function of libmlx (malloc, "
-            "free, size, make_buffer, release and two destructors expected)");
-  }
-  originals.allocator = mlx.allocator;
-  originals.malloc = reinterpret_cast<abi::MallocFn>(vtable[abi::kMalloc]);
-  originals.free = reinterpret_cast<abi::FreeFn>(vtable[abi::kFree]);
-  originals.size = reinterpret_cast<abi::SizeFn>(vtable[abi::kSize]);
-  originals.make_buffer =
-      reinterpret_cast<abi::MakeBufferFn>(vtable[abi::kMakeBuffer]);
-  originals.release = reinterpret_cast<abi::FreeFn>(vtable[abi::kRelease]);
-
-  auto counter = [&](const char* symbol) {
-    return reinterpret_cast<abi::CounterFn>(required_symbol(mlx.image, symbol));
-  };
-  mlx_counters.bind(
-      mlx.allocator,
-      type->name,
-      counter(abi::kActiveMemorySymbol),
-      counter(abi::kCacheMemorySymbol),
-      counter(abi::kPeakMemorySymbol),
-      reinterpret_cast<abi::CounterFn>(
-          mlx.image.symbol(abi::kMemoryLimitSymbol)));
-}
-
-// An empty buffer moves no counter, so this can be tried in any program.
-void check_empty_buffer(const Mlx& mlx) {
-  void* buffer = originals.malloc(mlx.allocator, 0);
-  size_t size = buffer ? originals.size(mlx.allocator, buffer) : 0;
-  if (buffer) {
-    originals.free(mlx.allocator, buffer);
-  }
-  require(size == 0, "malloc(0) of the allocator gives a buffer with a size");
-}
-
-// ArrayDesc's layout: constructs one for a shape and a dtype that are known,
-// in memory filled with a pattern, and looks where they went and what stayed.
-class DescCheck {
- public:
-  explicit DescCheck(const Mlx& mlx) {
-    destroy_ = reinterpret_cast<abi::DescDtor>(
-        required_symbol(mlx.image, abi::kDescDtorSymbol));
-    auto leaf = reinterpret_cast<abi::DescLeafCtor>(
-        required_symbol(mlx.image, abi::kDescLeafCtorSymbol));
-    auto node = reinterpret_cast<abi::DescNodeCtor>(
-        required_symbol(mlx.image, abi::kDescNodeCtorSymbol));
-    originals.desc_init = reinterpret_cast<abi::DescInitFn>(
-        required_symbol(mlx.image, abi::kDescInitSymbol));
-
-    abi::Shape shape;
-    set_known(&shape);
-    fill();
-    leaf(memory_, &shape, kDtype);
-    uint32_t leaf_status = word(abi::kDescStatus);
-    check("a leaf");
-    require(
-        pointer(abi::kDescPrimitive) == nullptr,
-        "ArrayDesc: a leaf has a primitive");
-    destroy_(memory_);
-
-    // A shared_ptr without a control block owns nothing.
-    void* primitive[2] = {this, nullptr};
-    void* inputs[3] = {nullptr, nullptr, nullptr};
-    set_known(&shape);
-    fill();
-    node(memory_, &shape, kDtype, primitive, inputs);
-    uint32_t node_status = word(abi::kDescStatus);
-    check("a node");
-    require(
-        pointer(abi::kDescPrimitive) == this,
-        "ArrayDesc: the primitive is not at offset 200");
-    require(
-        leaf_status != node_status && leaf_status < 8 && node_status < 8,
-        "ArrayDesc: the status is not at offset 216");
-    std::memset(memory_ + abi::kDescPrimitive, 0, 2 * sizeof(void*));
-    destroy_(memory_);
-  }
-
- private:
-  static constexpr uint64_t kDtype = 11 | 4ull << 32;
-  static constexpr unsigned char kPattern = 0xA5;
-
-  static void set_known(abi::Shape* shape) {
-    *shape = {};
-    shape->begin = shape->storage;
-    shape->end = shape->storage + 3;
-    shape->capacity = shape->storage + 10;
-    shape->storage[0] = 3;
-    shape->storage[1] = 5;
-    shape->storage[2] = 7;
-  }
-
-  void fill() {
-    std::memset(memory_, kPattern, sizeof(memory_));
-  }
-
-  uint32_t word(size_t offset) const {
-    uint32_t value;
-    std::memcpy(&value, memory_ + offset, sizeof(value));
-    return value;
-  }
-
-  void* pointer(size_t offset) const {
-    void* value;
-    std::memcpy(&value, memory_ + offset, sizeof(value));
-    return value;
-  }
-
-  void check(const std::string& what) const {
-    auto begin =
-        static_cast<char*>(pointer(abi::kDescShape + abi::kSmallVectorBegin));
-    auto end =
-        static_cast<char*>(pointer(abi::kDescShape + abi::kSmallVectorEnd));
-    require(
-        end - begin == 3 * sizeof(int) && inside(begin) &&
-            std::memcmp(begin, "\3\0\0\0\5\0\0\0\7\0\0\0", 12) == 0,
-        "ArrayDesc: the shape of " + what + " is not at offset 0");
-    begin =
-        static_cast<char*>(pointer(abi::kDescStrides + abi::kSmallVectorBegin));
-    end = static_cast<char*>(pointer(abi::kDescStrides + abi::kSmallVectorEnd));
-    int64_t strides[3] = {35, 7, 1};
-    require(
-        end - begin == sizeof(strides) && inside(begin) &&
-            std::memcmp(begin, strides, sizeof(strides)) == 0,
-        "ArrayDesc: the strides of " + what + " are not at offset 72");
-    require(
-        word(abi::kDescElements) == 105 && word(abi::kDescElements + 4) == 0,
-        "ArrayDesc: the number of elements of " + what +
-            " is not at offset 184");
-    require(
-        word(abi::kDescDtype) == 11 && memory_[abi::kDescDtype + 4] == 4,
-        "ArrayDesc: the dtype of " + what + " is not at offset 192");
-    uint32_t untouched = kPattern * 0x01010101u;
-    require(
-        word(abi::kDescStatusPadding) == untouched,
-        "ArrayDesc: the bytes after the status of " + what + " are written");
-    require(
-        word(abi::kDescTailPadding) == untouched,
-        "ArrayDesc: the last four bytes of " + what + " are written");
-    for (size_t i = abi::kDescSize; i < sizeof(memory_); ++i) {
-      require(memory_[i] == kPattern, "ArrayDesc is larger than 368 bytes");
-    }
-  }
-
-  bool inside(const char* address) const {
-    auto a = reinterpret_cast<const unsigned char*>(address);
-    return a >= memory_ && a < memory_ + abi::kDescSize;
-  }
-
-  abi::DescDtor destroy_ = nullptr;
-  alignas(16) unsigned char memory_[abi::kDescSize + 128];
-};
-
 // ---- primitive classes -----------------------------------------------------
 
-// Vtables in the constant data of an image whose class derives from Primitive
-// and can have objects. Most of them are hidden, so they are found by their
-// type information.
-std::vector<void**> primitive_vtables(const Image& image, const Mlx& mlx) {
-  std::vector<void**> vtables;
-  for (auto& range : image.constant_data()) {
-    auto begin = reinterpret_cast<void**>((range.begin + 7) & ~uintptr_t(7));
-    auto end = reinterpret_cast<void**>(range.end);
-    for (auto word = begin; word + abi::kName + 3 <= end; ++word) {
-      auto type = static_cast<const TypeInfo*>(word[1]);
-      if (word[0] != nullptr || !image.contains(type) ||
-          reinterpret_cast<uintptr_t>(type) % alignof(TypeInfo) ||
-          !image.is_code(word[2 + abi::kEvalCpu]) ||
-          !image.is_code(word[2 + abi::kEvalGpu]) ||
-          !image.is_code(word[2 + abi::kName])) {
-        continue;
-      }
-      if (is_class(type) && derives_from(type, mlx.primitive_type)) {
-        vtables.push_back(word + 2);
-      }
-    }
-  }
-  return vtables;
-}
-
-void check_primitives(Mlx& mlx, const std::vector<void**>& vtables) {
-  unsigned char no_object[256] = {};
-  for (auto& known : abi::kKnownPrimitives) {
-    auto table =
-        static_cast<void**>(required_symbol(mlx.image, known.vtable_symbol));
-    auto vtable = table + 2;
-    require(
-        std::find(vtables.begin(), vtables.end(), vtable) != vtables.end(),
-        std::string("the vtable of ") + known.name +
-            " is not found by its type information");
-    // name() of these classes returns a literal and reads no member.
-    auto name = reinterpret_cast<abi::NameFn>(vtable[abi::kName]);
-    require(
-        mlx.image.contains(reinterpret_cast<void*>(name)),
-        std::string("name() of ") + known.name + " is not code of libmlx");
-    const char* text = name(no_object);
-    require(
-        text && mlx.image.contains(text) && std::strcmp(text, known.name) == 0,
-        std::string("slot 5 of the vtable of ") + known.name +
-            " does not return its name");
-  }
-}
-
-bool allocates_on_worker(const Mlx& mlx, void** vtable) {
+bool allocates_on_worker(const MlxCore& mlx, void** vtable) {
   if (!mlx.image.contains(vtable)) {
     return true; // an extension's kernel may do anything
   }
@@ -342,7 +40,7 @@ bool allocates_on_worker(const Mlx& mlx, void** vtable) {
 }
 
 // Adds the patches of one class. No effect when it is patched already.
-void add_class(const Mlx& mlx, const Image& image, void** vtable) {
+void add_class(const MlxCore& mlx, const Image& image, void** vtable) {
   if (patches().contains(vtable + abi::kEvalCpu)) {
     return;
   }
@@ -412,7 +110,7 @@ const Import kImports[] = {
 #undef MLXMEM_IMPORT
 
 // Adds the patches of one image's import slots, if it uses MLX at all.
-void add_imports(const Mlx& mlx, const Image& image) {
+void add_imports(const MlxCore& mlx, const Image& image) {
   struct Found {
     const Import* import;
     void** slot;
@@ -454,16 +152,11 @@ void add_imports(const Mlx& mlx, const Image& image) {
   }
 }
 
-void check_imports(const Mlx& mlx) {
-  bool init = false;
-  bool set_data = false;
-  mlx.image.for_each_import([&](const char* name, void**) {
-    init = init || std::strcmp(name, abi::kDescInitSymbol) == 0;
-    set_data = set_data || std::strcmp(name, abi::kSetDataSymbol) == 0 ||
-        std::strcmp(name, abi::kSetDataOwnedSymbol) == 0;
-  });
-  require(init, "libmlx does not call ArrayDesc::init through a slot");
-  require(set_data, "libmlx does not call array::set_data through a slot");
+void add_image(const MlxCore& mlx, const Image& image) {
+  add_imports(mlx, image);
+  for (auto vtable : primitive_vtables(image, mlx)) {
+    add_class(mlx, image, vtable);
+  }
 }
 
 // ---- the allocator's own vtable
@@ -474,7 +167,7 @@ void check_imports(const Mlx& mlx) {
 constexpr size_t kVtableHead = 2;
 void* allocator_vtable[kVtableHead + abi::kAllocatorSlots];
 
-void add_allocator(const Mlx& mlx) {
+void add_allocator(const MlxCore& mlx) {
   auto vtable = static_cast<void**>(*mlx.allocator);
   std::copy(
       vtable - kVtableHead, vtable + abi::kAllocatorSlots, allocator_vtable);
@@ -490,7 +183,7 @@ void add_allocator(const Mlx& mlx) {
 // ---- all of it -------------------------------------------------------------
 
 bool attached = false;
-Mlx attached_mlx;
+MlxCore attached_mlx;
 std::vector<uintptr_t> seen_images;
 
 void remember(const std::vector<Image>& images) {
@@ -498,12 +191,6 @@ void remember(const std::vector<Image>& images) {
   for (auto& image : images) {
     seen_images.push_back(image.base());
   }
-}
-
-// The copy of the allocator's vtable has the type in its head.
-std::string allocator_class() {
-  auto type = static_cast<const TypeInfo*>(allocator_vtable[kVtableHead - 1]);
-  return type ? type->name : "";
 }
 
 MemoryRange own_code(const std::vector<Image>& images) {
@@ -522,10 +209,7 @@ size_t patch_new_images() {
   for (auto& image : images) {
     if (std::find(seen_images.begin(), seen_images.end(), image.base()) ==
         seen_images.end()) {
-      add_imports(attached_mlx, image);
-      for (auto vtable : primitive_vtables(image, attached_mlx)) {
-        add_class(attached_mlx, image, vtable);
-      }
+      add_image(attached_mlx, image);
     }
   }
   remember(images);
@@ -569,27 +253,10 @@ void attach() {
     return;
   }
   auto images = Image::loaded();
-  Mlx mlx = find_mlx(images);
-  mlx.primitive_type = static_cast<const TypeInfo*>(
-      required_symbol(mlx.image, abi::kPrimitiveTypeSymbol));
-  check_allocator(mlx);
-  check_empty_buffer(mlx);
-  DescCheck check(mlx);
-  check_imports(mlx);
-  auto vtables = primitive_vtables(mlx.image, mlx);
-  check_primitives(mlx, vtables);
-
+  MlxCore mlx = check_mlx_core(images);
   try {
     for (auto& image : images) {
-      add_imports(mlx, image);
-      if (image.base() != mlx.image.base()) {
-        for (auto vtable : primitive_vtables(image, mlx)) {
-          add_class(mlx, image, vtable);
-        }
-      }
-    }
-    for (auto vtable : vtables) {
-      add_class(mlx, mlx.image, vtable);
+      add_image(mlx, image);
     }
     add_allocator(mlx); // last: from here on allocations are seen
     set_unknown_class_handler(patch_class_of_node, own_code(images));
@@ -638,10 +305,10 @@ std::vector<Patch> patched_words() {
 
 std::string backend() {
   std::lock_guard<std::mutex> lock(attach_mutex());
-  std::string name = allocator_class();
-  if (name.empty()) {
+  if (!attached_mlx.allocator_type) {
     return "";
   }
+  std::string name = attached_mlx.allocator_type->name;
   if (name.find("CudaAllocator") != std::string::npos) {
     return "cuda";
   }

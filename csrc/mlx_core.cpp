@@ -1,0 +1,289 @@
+#include "mlx_core.h"
+
+#include <algorithm>
+#include <cstring>
+
+#include "mlx_abi.h"
+#include "patch_set.h"
+#include "probes.h"
+
+namespace mlxmem {
+
+void require(bool holds, const std::string& fact) {
+  if (!holds) {
+    throw AttachError(fact);
+  }
+}
+
+void* required_symbol(const Image& image, const char* name) {
+  void* address = image.symbol(name);
+  require(address, std::string("libmlx does not export ") + name);
+  return address;
+}
+
+namespace {
+
+MlxCore find_mlx(const std::vector<Image>& images) {
+  MlxCore mlx;
+  bool found = false;
+  for (auto& image : images) {
+    if (image.symbol(abi::kAllocatorSymbol)) {
+      require(!found, "two MLX cores are loaded in this process");
+      mlx.image = image;
+      found = true;
+    }
+  }
+  require(
+      found,
+      std::string("no loaded library defines ") + abi::kAllocatorSymbol +
+          " (is mlx.core imported?)");
+  return mlx;
+}
+
+// The allocator's vtable: five functions and two destructors, all of them code
+// of libmlx, of a class derived from mlx::core::allocator::Allocator.
+void check_allocator(MlxCore& mlx) {
+  auto getter = reinterpret_cast<abi::AllocatorGetter>(
+      required_symbol(mlx.image, abi::kAllocatorSymbol));
+  mlx.allocator = static_cast<void**>(getter());
+  require(mlx.allocator, "allocator() returns a null pointer");
+  auto vtable = static_cast<void**>(*mlx.allocator);
+  require(
+      mlx.image.contains(vtable),
+      "the allocator's vtable does not lie in libmlx");
+  auto type = type_of_vtable(vtable);
+  mlx.allocator_type = type;
+  auto base = static_cast<const TypeInfo*>(
+      required_symbol(mlx.image, abi::kAllocatorTypeSymbol));
+  require(
+      type && has_one_base(type) && derives_from(type, base),
+      "the allocator's class does not derive from "
+      "mlx::core::allocator::Allocator alone");
+  for (int slot = 0; slot < abi::kAllocatorSlots; ++slot) {
+    require(
+        mlx.image.is_code(vtable[slot]),
+        "slot " + std::to_string(slot) +
+            " of the allocator's vtable is not a function of libmlx (malloc, "
+            "free, size, make_buffer, release and two destructors expected)");
+  }
+  originals.allocator = mlx.allocator;
+  originals.malloc = reinterpret_cast<abi::MallocFn>(vtable[abi::kMalloc]);
+  originals.free = reinterpret_cast<abi::FreeFn>(vtable[abi::kFree]);
+  originals.size = reinterpret_cast<abi::SizeFn>(vtable[abi::kSize]);
+  originals.make_buffer =
+      reinterpret_cast<abi::MakeBufferFn>(vtable[abi::kMakeBuffer]);
+  originals.release = reinterpret_cast<abi::FreeFn>(vtable[abi::kRelease]);
+
+  auto counter = [&](const char* symbol) {
+    return reinterpret_cast<abi::CounterFn>(required_symbol(mlx.image, symbol));
+  };
+  mlx_counters.bind(
+      mlx.allocator,
+      type->name,
+      counter(abi::kActiveMemorySymbol),
+      counter(abi::kCacheMemorySymbol),
+      counter(abi::kPeakMemorySymbol),
+      reinterpret_cast<abi::CounterFn>(
+          mlx.image.symbol(abi::kMemoryLimitSymbol)));
+}
+
+// An empty buffer moves no counter, so this can be tried in any program.
+void check_empty_buffer(const MlxCore& mlx) {
+  void* buffer = originals.malloc(mlx.allocator, 0);
+  size_t size = buffer ? originals.size(mlx.allocator, buffer) : 0;
+  if (buffer) {
+    originals.free(mlx.allocator, buffer);
+  }
+  require(size == 0, "malloc(0) of the allocator gives a buffer with a size");
+}
+
+// ArrayDesc's layout: constructs one for a shape and a dtype that are known,
+// in memory filled with a pattern, and looks where they went and what stayed.
+class DescCheck {
+ public:
+  explicit DescCheck(const MlxCore& mlx) {
+    destroy_ = reinterpret_cast<abi::DescDtor>(
+        required_symbol(mlx.image, abi::kDescDtorSymbol));
+    auto leaf = reinterpret_cast<abi::DescLeafCtor>(
+        required_symbol(mlx.image, abi::kDescLeafCtorSymbol));
+    auto node = reinterpret_cast<abi::DescNodeCtor>(
+        required_symbol(mlx.image, abi::kDescNodeCtorSymbol));
+    originals.desc_init = reinterpret_cast<abi::DescInitFn>(
+        required_symbol(mlx.image, abi::kDescInitSymbol));
+
+    abi::Shape shape;
+    set_known(&shape);
+    fill();
+    leaf(memory_, &shape, kDtype);
+    uint32_t leaf_status = word(abi::kDescStatus);
+    check("a leaf");
+    require(
+        pointer(abi::kDescPrimitive) == nullptr,
+        "ArrayDesc: a leaf has a primitive");
+    destroy_(memory_);
+
+    // A shared_ptr without a control block owns nothing.
+    void* primitive[2] = {this, nullptr};
+    void* inputs[3] = {nullptr, nullptr, nullptr};
+    set_known(&shape);
+    fill();
+    node(memory_, &shape, kDtype, primitive, inputs);
+    uint32_t node_status = word(abi::kDescStatus);
+    check("a node");
+    require(
+        pointer(abi::kDescPrimitive) == this,
+        "ArrayDesc: the primitive is not at offset 200");
+    require(
+        leaf_status != node_status && leaf_status < 8 && node_status < 8,
+        "ArrayDesc: the status is not at offset 216");
+    std::memset(memory_ + abi::kDescPrimitive, 0, 2 * sizeof(void*));
+    destroy_(memory_);
+  }
+
+ private:
+  static constexpr uint64_t kDtype = 11 | 4ull << 32;
+  static constexpr unsigned char kPattern = 0xA5;
+
+  static void set_known(abi::Shape* shape) {
+    *shape = {};
+    shape->begin = shape->storage;
+    shape->end = shape->storage + 3;
+    shape->capacity = shape->storage + 10;
+    shape->storage[0] = 3;
+    shape->storage[1] = 5;
+    shape->storage[2] = 7;
+  }
+
+  void fill() {
+    std::memset(memory_, kPattern, sizeof(memory_));
+  }
+
+  uint32_t word(size_t offset) const {
+    uint32_t value;
+    std::memcpy(&value, memory_ + offset, sizeof(value));
+    return value;
+  }
+
+  void* pointer(size_t offset) const {
+    void* value;
+    std::memcpy(&value, memory_ + offset, sizeof(value));
+    return value;
+  }
+
+  void check(const std::string& what) const {
+    auto begin =
+        static_cast<char*>(pointer(abi::kDescShape + abi::kSmallVectorBegin));
+    auto end =
+        static_cast<char*>(pointer(abi::kDescShape + abi::kSmallVectorEnd));
+    require(
+        end - begin == 3 * sizeof(int) && inside(begin) &&
+            std::memcmp(begin, "\3\0\0\0\5\0\0\0\7\0\0\0", 12) == 0,
+        "ArrayDesc: the shape of " + what + " is not at offset 0");
+    begin =
+        static_cast<char*>(pointer(abi::kDescStrides + abi::kSmallVectorBegin));
+    end = static_cast<char*>(pointer(abi::kDescStrides + abi::kSmallVectorEnd));
+    int64_t strides[3] = {35, 7, 1};
+    require(
+        end - begin == sizeof(strides) && inside(begin) &&
+            std::memcmp(begin, strides, sizeof(strides)) == 0,
+        "ArrayDesc: the strides of " + what + " are not at offset 72");
+    require(
+        word(abi::kDescElements) == 105 && word(abi::kDescElements + 4) == 0,
+        "ArrayDesc: the number of elements of " + what +
+            " is not at offset 184");
+    require(
+        word(abi::kDescDtype) == 11 && memory_[abi::kDescDtype + 4] == 4,
+        "ArrayDesc: the dtype of " + what + " is not at offset 192");
+    uint32_t untouched = kPattern * 0x01010101u;
+    require(
+        word(abi::kDescStatusPadding) == untouched,
+        "ArrayDesc: the bytes after the status of " + what + " are written");
+    require(
+        word(abi::kDescTailPadding) == untouched,
+        "ArrayDesc: the last four bytes of " + what + " are written");
+    for (size_t i = abi::kDescSize; i < sizeof(memory_); ++i) {
+      require(memory_[i] == kPattern, "ArrayDesc is larger than 368 bytes");
+    }
+  }
+
+  bool inside(const char* address) const {
+    auto a = reinterpret_cast<const unsigned char*>(address);
+    return a >= memory_ && a < memory_ + abi::kDescSize;
+  }
+
+  abi::DescDtor destroy_ = nullptr;
+  alignas(16) unsigned char memory_[abi::kDescSize + 128];
+};
+
+void check_primitives(MlxCore& mlx, const std::vector<void**>& vtables) {
+  unsigned char no_object[256] = {};
+  for (auto& known : abi::kKnownPrimitives) {
+    auto table =
+        static_cast<void**>(required_symbol(mlx.image, known.vtable_symbol));
+    auto vtable = table + 2;
+    require(
+        std::find(vtables.begin(), vtables.end(), vtable) != vtables.end(),
+        std::string("the vtable of ") + known.name +
+            " is not found by its type information");
+    // name() of these classes returns a literal and reads no member.
+    auto name = reinterpret_cast<abi::NameFn>(vtable[abi::kName]);
+    require(
+        mlx.image.contains(reinterpret_cast<void*>(name)),
+        std::string("name() of ") + known.name + " is not code of libmlx");
+    const char* text = name(no_object);
+    require(
+        text && mlx.image.contains(text) && std::strcmp(text, known.name) == 0,
+        std::string("slot 5 of the vtable of ") + known.name +
+            " does not return its name");
+  }
+}
+
+void check_imports(const MlxCore& mlx) {
+  bool init = false;
+  bool set_data = false;
+  mlx.image.for_each_import([&](const char* name, void**) {
+    init = init || std::strcmp(name, abi::kDescInitSymbol) == 0;
+    set_data = set_data || std::strcmp(name, abi::kSetDataSymbol) == 0 ||
+        std::strcmp(name, abi::kSetDataOwnedSymbol) == 0;
+  });
+  require(init, "libmlx does not call ArrayDesc::init through a slot");
+  require(set_data, "libmlx does not call array::set_data through a slot");
+}
+
+} // namespace
+
+std::vector<void**> primitive_vtables(const Image& image, const MlxCore& mlx) {
+  std::vector<void**> vtables;
+  for (auto& range : image.constant_data()) {
+    auto begin = reinterpret_cast<void**>((range.begin + 7) & ~uintptr_t(7));
+    auto end = reinterpret_cast<void**>(range.end);
+    for (auto word = begin; word + abi::kName + 3 <= end; ++word) {
+      auto type = static_cast<const TypeInfo*>(word[1]);
+      if (word[0] != nullptr || !image.contains(type) ||
+          reinterpret_cast<uintptr_t>(type) % alignof(TypeInfo) ||
+          !image.is_code(word[2 + abi::kEvalCpu]) ||
+          !image.is_code(word[2 + abi::kEvalGpu]) ||
+          !image.is_code(word[2 + abi::kName])) {
+        continue;
+      }
+      if (is_class(type) && derives_from(type, mlx.primitive_type)) {
+        vtables.push_back(word + 2);
+      }
+    }
+  }
+  return vtables;
+}
+
+MlxCore check_mlx_core(const std::vector<Image>& images) {
+  MlxCore mlx = find_mlx(images);
+  mlx.primitive_type = static_cast<const TypeInfo*>(
+      required_symbol(mlx.image, abi::kPrimitiveTypeSymbol));
+  check_allocator(mlx);
+  check_empty_buffer(mlx);
+  DescCheck check(mlx);
+  check_imports(mlx);
+  check_primitives(mlx, primitive_vtables(mlx.image, mlx));
+  return mlx;
+}
+
+} // namespace mlxmem
