@@ -12,6 +12,7 @@ without:
 - which of the heap's free lists has a fitting block (glibc's malloc and free);
 - how often a thread has to wait for another, when an operation is evaluated: MLX does
   that on a thread of its own (glibc's locks, and the loops in MLX that call them);
+- which of two threads drops the last reference to a node, and has to free it;
 - which addresses share a bucket in a hash table that is keyed by addresses.
 
 Every block is measured several times at other addresses, and each function counts
@@ -51,6 +52,8 @@ UNSTEADY = (
     "mlx::core::array::is_available",
     "mlx::core::scheduler::StreamThread::thread_fn",
     "std::condition_variable::",
+    # Has more to do on the thread that drops the last reference.
+    "mlx::core::array::ArrayDesc::~ArrayDesc",
     # Hash tables keyed by addresses; the second one has its table inlined.
     "std::_Hashtable<",
     "mlx::core::cpu::eval(mlx::core::array&)",
@@ -258,11 +261,14 @@ def main() -> None:
         changes = {
             key: after.get(key, 0) - before.get(key, 0) for key in {*before, *after}
         }
-        largest = sorted(changes.items(), key=lambda item: -abs(item[1]))
+        largest = sorted(
+            changes.items(), key=lambda item: (not is_steady(*item[0]), -abs(item[1]))
+        )
+        largest = [(key, change) for key, change in largest if change]
         for (file, function), change in largest[: options.differences]:
-            if change:
-                place = f"{file.rpartition('/')[2]}: {function}"
-                print(f"    {change:+10.3f}  {place[:72]}")
+            mark = "steady  " if is_steady(file, function) else ""
+            place = f"{mark}{file.rpartition('/')[2]}: {function}"
+            print(f"    {change:+10.3f}  {place[:72]}")
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ import mlx.core as mx
 
 Block = Callable[[int], None]
 
-BLOCKS = 6  # of each operation, before and after
+BLOCKS = 8  # of each operation, before and after
 WARM_UP = 256  # runs of an operation before its blocks
 
 

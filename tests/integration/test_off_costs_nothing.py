@@ -38,12 +38,16 @@ def test_off_costs_no_instruction(counts: tuple[Counts, Counts]) -> None:
 
     # WHEN both go on with the same operations
     for name in off_cost.operations():
-        without, off = never["after", name], once["after", name]
+        before, off = (once[turn, name] for turn in off_cost.ROUNDS)
+        without = [
+            count.steady
+            for count in (*(never[turn, name] for turn in off_cost.ROUNDS), before)
+        ]
 
-        # THEN none of mlxmem's code runs, and what runs is the same
+        # THEN none of mlxmem's code runs, and as much runs as without it
         assert off.mlxmem == 0
-        assert off.steady == pytest.approx(without.steady, abs=0.5)
-        assert off.steady > 1000
+        assert min(without) > 1000
+        assert min(without) - 0.5 < off.steady < max(without) + 0.5
 
 
 @pytest.mark.slow
