@@ -61,6 +61,8 @@ using NameFn = const char* (*)(const void* self);
 enum PrimitiveSlot { kEvalCpu = 0, kEvalGpu = 1, kName = 5 };
 
 constexpr const char* kPrimitiveTypeSymbol = "_ZTIN3mlx4core9PrimitiveE";
+constexpr const char* kUnaryPrimitiveTypeSymbol =
+    "_ZTIN3mlx4core14UnaryPrimitiveE";
 constexpr size_t kPrimitiveStream = 8; // Stream: int index, then the device
 
 struct Stream {

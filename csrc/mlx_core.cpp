@@ -40,6 +40,19 @@ MlxCore find_mlx(const std::vector<Image>& images) {
   return mlx;
 }
 
+// Primitive has no base, UnaryPrimitive has Primitive.
+void learn_types(MlxCore& mlx) {
+  auto type = [&](const char* symbol) {
+    return static_cast<const TypeInfo*>(required_symbol(mlx.image, symbol));
+  };
+  mlx.primitive_type = type(abi::kPrimitiveTypeSymbol);
+  auto unary = type(abi::kUnaryPrimitiveTypeSymbol);
+  require(
+      unary->base == mlx.primitive_type,
+      "UnaryPrimitive's type information does not name Primitive as its base");
+  mlx.kinds.learn(mlx.primitive_type, unary);
+}
+
 // The allocator's vtable: five functions and two destructors, all of them code
 // of libmlx, of a class derived from mlx::core::allocator::Allocator.
 void check_allocator(MlxCore& mlx) {
@@ -56,7 +69,8 @@ void check_allocator(MlxCore& mlx) {
   auto base = static_cast<const TypeInfo*>(
       required_symbol(mlx.image, abi::kAllocatorTypeSymbol));
   require(
-      type && has_one_base(type) && derives_from(type, base),
+      type && mlx.kinds.has_one_base(type) &&
+          mlx.kinds.derives_from(type, base),
       "the allocator's class does not derive from "
       "mlx::core::allocator::Allocator alone");
   for (int slot = 0; slot < abi::kAllocatorSlots; ++slot) {
@@ -266,7 +280,8 @@ std::vector<void**> primitive_vtables(const Image& image, const MlxCore& mlx) {
           !image.is_code(word[2 + abi::kName])) {
         continue;
       }
-      if (is_class(type) && derives_from(type, mlx.primitive_type)) {
+      if (mlx.kinds.is_class(type) &&
+          mlx.kinds.derives_from(type, mlx.primitive_type)) {
         vtables.push_back(word + 2);
       }
     }
@@ -276,8 +291,7 @@ std::vector<void**> primitive_vtables(const Image& image, const MlxCore& mlx) {
 
 MlxCore check_mlx_core(const std::vector<Image>& images) {
   MlxCore mlx = find_mlx(images);
-  mlx.primitive_type = static_cast<const TypeInfo*>(
-      required_symbol(mlx.image, abi::kPrimitiveTypeSymbol));
+  learn_types(mlx);
   check_allocator(mlx);
   check_empty_buffer(mlx);
   DescCheck check(mlx);

@@ -13,6 +13,7 @@ namespace mlxmem {
 
 struct MlxCore {
   Image image;
+  TypeKinds kinds;
   const TypeInfo* allocator_type = nullptr;
   const TypeInfo* primitive_type = nullptr;
   void** allocator = nullptr; // the object; its first word is the vptr

@@ -3,8 +3,10 @@
 
 #pragma once
 
+#include <algorithm>
 #include <cstring>
 #include <typeinfo>
+#include <vector>
 
 namespace mlxmem {
 
@@ -14,34 +16,57 @@ struct TypeInfo {
   const TypeInfo* base; // of a class with one base
 };
 
-// Classes of our own whose type information shows what the two kinds look like.
-struct OneBase {
-  virtual ~OneBase() = default;
-};
-struct Derived : OneBase {};
-
-inline bool has_one_base(const TypeInfo* type) {
-  static void* const kind = *reinterpret_cast<void* const*>(&typeid(Derived));
-  return type->kind == kind;
-}
-
-inline bool is_class(const TypeInfo* type) {
-  static void* const kind = *reinterpret_cast<void* const*>(&typeid(OneBase));
-  return type->kind == kind || has_one_base(type);
-}
-
-inline bool derives_from(const TypeInfo* type, const TypeInfo* base) {
-  for (int depth = 0; type && depth < 16; ++depth) {
-    if (type == base || std::strcmp(type->name, base->name) == 0) {
-      return true;
-    }
-    if (!has_one_base(type)) {
-      return false;
-    }
-    type = type->base;
+// Tells the kinds of type information apart. A process can hold several copies
+// of the C++ library, each with kinds of its own (CUDA's libraries bring some),
+// so they are learnt from classes whose kind is known.
+class TypeKinds {
+ public:
+  TypeKinds() {
+    learn(
+        reinterpret_cast<const TypeInfo*>(&typeid(Plain)),
+        reinterpret_cast<const TypeInfo*>(&typeid(Derived)));
   }
-  return false;
-}
+
+  void learn(const TypeInfo* no_base, const TypeInfo* one_base) {
+    no_base_.push_back(no_base->kind);
+    one_base_.push_back(one_base->kind);
+  }
+
+  bool has_one_base(const TypeInfo* type) const {
+    return contains(one_base_, type->kind);
+  }
+
+  bool is_class(const TypeInfo* type) const {
+    return contains(no_base_, type->kind) || has_one_base(type);
+  }
+
+  // Along single inheritance only.
+  bool derives_from(const TypeInfo* type, const TypeInfo* base) const {
+    for (int depth = 0; type && depth < 16; ++depth) {
+      if (type == base || std::strcmp(type->name, base->name) == 0) {
+        return true;
+      }
+      if (!has_one_base(type)) {
+        return false;
+      }
+      type = type->base;
+    }
+    return false;
+  }
+
+ private:
+  struct Plain {
+    virtual ~Plain() = default;
+  };
+  struct Derived : Plain {};
+
+  static bool contains(const std::vector<void*>& kinds, void* kind) {
+    return std::find(kinds.begin(), kinds.end(), kind) != kinds.end();
+  }
+
+  std::vector<void*> no_base_;
+  std::vector<void*> one_base_;
+};
 
 // The vtable's first function follows the offset to the top and the type.
 inline const TypeInfo* type_of_vtable(void* const* vtable) {
