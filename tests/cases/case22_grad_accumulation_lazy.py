@@ -18,7 +18,7 @@ def loss(w, x):
 
 
 g = mx.grad(loss)
-batches = [mx.random.normal((512, 256)) for _ in range(8)]
+batches = [mx.random.normal((128, 256)) for _ in range(8)]
 mx.eval(batches)
 for eager in (False, True):
     mx.clear_cache()

@@ -208,8 +208,9 @@ def check_marks(run: CaseRun) -> None:
         if last >= 0:
             assert run.active[last] == mark["active"], mark
             assert run.cache[last] == mark["cache"], mark
-        else:
-            assert run.recording.dropped or mark["active"] == mark["cache"] == 0
+        elif run.recording.dropped == 0:
+            assert run.recording.active_at_enable == mark["active"]
+            assert run.recording.cache_at_enable == mark["cache"]
 
 
 def case01(run: CaseRun) -> None:
@@ -236,7 +237,7 @@ def case02(run: CaseRun) -> None:
 
 def case04(run: CaseRun) -> None:
     text = "self.left_padding = self.left_padding - n"
-    for tokens in (1000, 2000, 3000, 4000):
+    for tokens in (500, 1000, 1500, 2000):
         live = run.live(run.at(f"{tokens} tokens"), text)
         assert sizes(live) == [4] * (8 * tokens)
         assert {alloc.primitive for alloc in live} == {""}
@@ -264,7 +265,8 @@ def case08(run: CaseRun) -> None:
     threads = {alloc.thread for alloc in live}
     assert len(live) == len(threads) == 4
     assert run.main_thread not in threads
-    assert not run.live(run.at("threads ended"), text)
+    if VERSION >= (0, 31, 0):  # 0.30.6 keeps the traces for the process
+        assert not run.live(run.at("threads ended"), text)
     assert {alloc.function.split(".")[-1] for alloc in live} == {"body"}
 
 
@@ -284,7 +286,7 @@ def case10(run: CaseRun) -> None:
 
 
 def case11(run: CaseRun) -> None:
-    equal, random = run.at("64 batches of equal"), run.at("64 batches of random")
+    equal, random = run.at("16 batches of equal"), run.at("48 batches of random")
     batch = "h = mx.random.normal((n, 256)) @ w"
 
     def big(first: int, last: int) -> list[Alloc]:
@@ -292,14 +294,14 @@ def case11(run: CaseRun) -> None:
 
     same, various = big(0, equal), big(equal, random)
     assert len(set(sizes(same))) == 1
-    assert len(set(sizes(various))) > 50
+    assert len(set(sizes(various))) > 40
     if HAS_CPU_CACHE:
         misses = [alloc for alloc in various if alloc.action is Action.AllocNew]
         assert len(misses) > 0.5 * len(various)
         assert len([a for a in same if a.action is Action.AllocNew]) <= 4
         reserved = run.active + run.cache
         active_peak = run.active[equal:random].max()
-        assert reserved[equal:random].max() > 20 * active_peak
+        assert reserved[equal:random].max() > 15 * active_peak
 
 
 def case13(run: CaseRun) -> None:
@@ -389,7 +391,7 @@ def case21(run: CaseRun) -> None:
 
 def case22(run: CaseRun) -> None:
     lazy, eager = (run.at(f"8 micro-batches, eval {how}") for how in ("at", "each"))
-    activation = 512 * 256 * 4
+    activation = 128 * 256 * 4
 
     def at_peak(first: int, last: int) -> int:
         live = run.live(run.peak(first, last))
@@ -441,7 +443,7 @@ def case28(run: CaseRun) -> None:
     assert len(streams) == 3
     products = run.made("mx.eval(mx.ones((512, 512)) @ w)", at)
     products = [alloc for alloc in products if alloc.primitive == "Matmul"]
-    assert sizes(products) == [MiB] * 60
+    assert sizes(products) == [MiB] * 24
     assert {alloc.function for alloc in products} == {"worker"}
     threads = {alloc.thread for alloc in products}
     assert len(threads) == 3

@@ -16,8 +16,10 @@ from exit_while_recording import SITUATIONS  # noqa: E402
 
 def run(name: str, *arguments: str) -> subprocess.CompletedProcess[str]:
     """Run a target and wait for it; a hang fails the test."""
+    # Python 3.12 warns of a fork with threads, and MLX always has some.
+    options = ["-X", "faulthandler", "-W", "ignore::DeprecationWarning"]
     return subprocess.run(
-        [sys.executable, "-X", "faulthandler", str(TARGETS / name), *arguments],
+        [sys.executable, *options, str(TARGETS / name), *arguments],
         capture_output=True,
         text=True,
         timeout=120,

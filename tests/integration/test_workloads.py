@@ -152,15 +152,21 @@ def test_custom_function(books: Books) -> None:
     mx.eval(mx.grad(lambda x: f(x).sum())(x))
 
 
+# Inputs are evaluated first: an eval that throws while a worker still writes them
+# makes MLX 0.31.2 and older crash by themselves.
 def failing_gather() -> mx.array:
     a = mx.ones((8, 8), dtype=mx.float16)
     b = mx.ones((2, 8, 8), dtype=mx.float16)
-    return mx.gather_mm(a, b, rhs_indices=mx.array([0, 1]))
+    indices = mx.array([0, 1])
+    mx.eval(a, b, indices)
+    return mx.gather_mm(a, b, rhs_indices=indices)
 
 
 def failing_mask() -> mx.array:
     a = mx.ones((64, 64), dtype=mx.float16)
-    return mx.block_masked_mm(a, a, 32, mask_out=mx.ones((2, 2), dtype=mx.bool_))
+    mask = mx.ones((2, 2), dtype=mx.bool_)
+    mx.eval(a, mask)
+    return mx.block_masked_mm(a, a, 32, mask_out=mask)
 
 
 def failing_inverse() -> mx.array:
