@@ -8,16 +8,18 @@ MATRIX_ARGS ?=
 BENCH_ARGS ?=
 
 BIN := $(VENV)/bin
+ASV = $(abspath $(BIN))/asv
 # What a build depends on; an edit of any of these reinstalls the package.
 SOURCES := setup.py pyproject.toml MANIFEST.in $(wildcard csrc/*.cpp csrc/*.h) \
   $(filter-out %.so %.c,$(wildcard src/mlxmem/*.*))
 CXX_FILES := $(wildcard csrc/*.cpp csrc/*.h src/mlxmem/*.h)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-matrix bench picture lint format clean venv
+.PHONY: help demo test test-matrix bench bench-commits dashboard picture lint \
+  format clean venv
 
 help: ## this list
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' \
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' \
 	  $(firstword $(MAKEFILE_LIST))
 	@echo "Variables: PYTHON (python3), VENV (.venv), PYTEST_ARGS, MATRIX_ARGS," \
 	  "BENCH_ARGS"
@@ -31,8 +33,20 @@ test: $(VENV)/.test ## run the tests (PYTEST_ARGS="-k name")
 test-matrix: ## run the tests on every supported MLX and Python found
 	$(PYTHON) scripts/test_matrix.py $(MATRIX_ARGS)
 
-bench: $(VENV)/.cpu ## time training steps and tiny ops, recorded or not
-	$(BIN)/python benchmarks/step_overhead.py $(BENCH_ARGS)
+bench: $(VENV)/.bench ## run the asv suite once, quickly, on this checkout
+	cd benchmarks && $(ASV) machine --yes >/dev/null
+	cd benchmarks && MLXMEM_BENCH_QUICK=1 $(ASV) run --quick \
+	  --python=same $(BENCH_ARGS)
+
+bench-commits: $(VENV)/.bench ## run it whole on commits: BENCH_ARGS="v0.1..main"
+	cd benchmarks && $(ASV) machine --yes >/dev/null
+	cd benchmarks && $(ASV) run --skip-existing-successful \
+	  $(or $(BENCH_ARGS),HEAD^!)
+
+dashboard: $(VENV)/.bench ## publish what bench-commits found as HTML
+	cd benchmarks && $(ASV) publish
+	@echo "The dashboard is build/asv/html/index.html; to look at it:"
+	@echo "  $(BIN)/python -m http.server -d build/asv/html 8080"
 
 picture: $(VENV)/.dev ## draw docs/images/recording.png
 	$(BIN)/python examples/train_transformer.py --steps 3 --out build/picture.pickle
@@ -74,6 +88,10 @@ $(VENV)/.cpu: $(VENV)/.made $(SOURCES)
 
 $(VENV)/.test: $(VENV)/.made $(SOURCES)
 	$(INSTALL) '.[cpu,test]'
+	touch $@ $(VENV)/.cpu
+
+$(VENV)/.bench: $(VENV)/.made $(SOURCES)
+	$(INSTALL) '.[cpu,bench]'
 	touch $@ $(VENV)/.cpu
 
 $(VENV)/.dev: $(VENV)/.made $(SOURCES)
