@@ -159,8 +159,7 @@ void add_image(const MlxCore& mlx, const Image& image) {
   }
 }
 
-// ---- the allocator's own vtable
-// ------------------------------------------------
+// ---- the allocator's own vtable --------------------------------------------
 
 // The object gets a copy of its vtable, from the two words before it that hold
 // the type. The copy stays: another thread may be calling through it.
@@ -309,10 +308,11 @@ std::string backend() {
     return "";
   }
   std::string name = attached_mlx.allocator_type->name;
-  if (name.find("CudaAllocator") != std::string::npos) {
+  if (name.find(abi::kCudaAllocatorName) != std::string::npos) {
     return "cuda";
   }
-  return name.find("MetalAllocator") != std::string::npos ? "metal" : "cpu";
+  return name.find(abi::kMetalAllocatorName) != std::string::npos ? "metal"
+                                                                  : "cpu";
 }
 
 int64_t cache_limit() {

@@ -5,6 +5,7 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <cstdlib>
 
 namespace mlxmem {
 
@@ -45,15 +46,44 @@ void Books::start(uint64_t max_entries, const Counters& counters) {
   ++session_;
 }
 
+void Books::observe(uint64_t active, uint64_t cache) {
+  int64_t active_moved = active - totals_.now.active;
+  if (active_moved) {
+    // A buffer that was handed out from the cache, or went into it, moved both
+    // counters.
+    int64_t cache_moved = cache - totals_.now.cache;
+    bool both = cache_moved == -active_moved &&
+        (cache_moved > 0 ||
+         unknown_cached_ >= static_cast<uint64_t>(-cache_moved));
+    correct_start(active_moved, both ? cache_moved : 0);
+  }
+  observe_cache(cache);
+}
+
 void Books::observe_cache(uint64_t cache) {
   if (cache < totals_.now.cache) {
     evict(totals_.now.cache - cache);
   } else if (cache > totals_.now.cache) {
-    uint64_t extra = cache - totals_.now.cache;
-    unknown_cached_ += extra;
-    totals_.now.cache += extra;
-    totals_.unexplained += extra;
+    correct_start(0, cache - totals_.now.cache);
   }
+}
+
+void Books::correct_start(int64_t active, int64_t cache) {
+  totals_.at_start.active += active;
+  totals_.now.active += active;
+  totals_.now.peak += active;
+  totals_.at_start.cache += cache;
+  totals_.now.cache += cache;
+  unknown_cached_ += cache;
+  if (!is_starting()) {
+    totals_.unexplained += std::abs(active ? active : cache);
+  }
+}
+
+// A call that was under way when the session began may be noticed late, when
+// its thread gets no processor.
+bool Books::is_starting() const {
+  return clock_ns(CLOCK_MONOTONIC) - start_ns_ < 5000000000ull;
 }
 
 void Books::allocated(

@@ -34,16 +34,20 @@ struct Totals {
   uint64_t allocations = 0;
   uint64_t reuses = 0;
   uint64_t frees = 0;
-  uint64_t unexplained = 0; // bytes that MLX's counters moved without a cause
+  // Bytes that MLX's counters moved without a call that was seen, other than
+  // what was under way when the session began.
+  uint64_t unexplained = 0;
 };
 
 class Books {
  public:
   void start(uint64_t max_entries, const Counters& counters);
 
-  // The cache as MLX counts it now, bytes. What left it since the last look
-  // was cleared or trimmed: everything, or the oldest buffers.
-  void observe_cache(uint64_t cache);
+  // MLX's counters while no call of its allocator is under way. What left the
+  // cache since the last look was cleared or trimmed: everything, or the oldest
+  // buffers. Active bytes move without the books only by calls that were inside
+  // the allocator when the session began: they belong to its start.
+  void observe(uint64_t active, uint64_t cache);
 
   // The allocator handed out a buffer; before and after are MLX's cache
   // counter around the call.
@@ -100,6 +104,9 @@ class Books {
   removed_as(Action action, uint64_t address, uint32_t slot, uint64_t size);
   // Stamps the event and appends a copy of it.
   void log(Action action, Event& event);
+  void observe_cache(uint64_t cache);
+  void correct_start(int64_t active, int64_t cache);
+  bool is_starting() const;
   void evict(uint64_t bytes);
   void drop_cached(uint32_t slot);
   void forget_active(uint32_t slot);

@@ -47,10 +47,6 @@ class BufferTable {
     return oldest_;
   }
 
-  size_t size() const {
-    return used_;
-  }
-
   template <typename Visit>
   void for_each(Visit&& visit) const {
     for (auto slot : index_) {

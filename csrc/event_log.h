@@ -27,9 +27,6 @@ class EventLog {
   uint64_t first() const {
     return max_entries_ && next_ > max_entries_ ? next_ - max_entries_ : 0;
   }
-  uint64_t max_entries() const {
-    return max_entries_;
-  }
 
   // Copies the events first() to next() - 1, oldest first.
   void copy_to(Event* out) const;

@@ -64,8 +64,16 @@ int guarded(char* message, size_t message_size, Work&& work) {
 int mlxmem_attach(char* message, size_t message_size) {
   return guarded(message, message_size, [] {
     handle_forks();
+    bool was_attached = is_attached();
     attach();
-    attach_new_images();
+    try {
+      attach_new_images();
+    } catch (...) {
+      if (!was_attached) {
+        detach();
+      }
+      throw;
+    }
     return MLXMEM_OK;
   });
 }

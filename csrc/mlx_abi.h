@@ -1,6 +1,8 @@
 // Every fact about MLX's binary interface that mlxmem relies on stands here.
-// The values were read from the wheels of MLX 0.30.6 to 0.32.4 for Linux;
-// attach.cpp checks them on the running process before it changes a word.
+// The values were read from the wheels of MLX 0.30.6 to 0.32.4 for Linux.
+// mlx_core.cpp checks symbols, vtables, names and the node's layout on the
+// running process before a word is changed; what a mangled name says of a
+// function's arguments is taken from the name.
 
 #pragma once
 
@@ -38,6 +40,10 @@ constexpr const char* kCacheMemorySymbol = "_ZN3mlx4core16get_cache_memoryEv";
 constexpr const char* kPeakMemorySymbol = "_ZN3mlx4core15get_peak_memoryEv";
 constexpr const char* kMemoryLimitSymbol = "_ZN3mlx4core16get_memory_limitEv";
 using CounterFn = size_t (*)();
+
+// CUDA's kernels allocate by a function that is not in the vtable.
+constexpr const char* kCudaAllocatorName = "CudaAllocator";
+constexpr const char* kMetalAllocatorName = "MetalAllocator";
 
 // The CPU's allocator from 0.32.0. MLX has no getter of the cache limit, and
 // its getter of the cached bytes takes a mutex. Used only where the words that
@@ -97,9 +103,8 @@ constexpr const char* kAllocatesOnWorker[] = {
 // ---- mlx::core::array ----------------------------------------------------
 
 // array is one shared_ptr; its first word is the ArrayDesc.
-constexpr size_t kArraySize = 16;
-constexpr size_t kVectorBegin = 0;
-constexpr size_t kVectorEnd = 8;
+// std::vector<array>: begin, end, capacity.
+enum VectorWord { kVectorBegin = 0, kVectorEnd = 1 };
 
 // ArrayDesc. Both paddings are never written by MLX: every store to `status`
 // and to `position` is 32 bits wide.
@@ -208,8 +213,5 @@ constexpr const char* kReleaseGilSymbol = "PyEval_SaveThread";
 constexpr const char* kAcquireGilSymbol = "PyEval_RestoreThread";
 using ReleaseGilFn = void* (*)();
 using AcquireGilFn = void (*)(void* thread_state);
-
-// The file whose symbols and slots are meant when an error speaks of libmlx.
-constexpr const char* kVersionsKnownToWork = "0.30.6 to 0.32.4";
 
 } // namespace mlxmem::abi

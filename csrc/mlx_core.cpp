@@ -81,6 +81,8 @@ void check_allocator(MlxCore& mlx) {
             "free, size, make_buffer, release and two destructors expected)");
   }
   originals.allocator = mlx.allocator;
+  originals.allocates_unseen =
+      std::strstr(type->name, abi::kCudaAllocatorName) != nullptr;
   originals.malloc = reinterpret_cast<abi::MallocFn>(vtable[abi::kMalloc]);
   originals.free = reinterpret_cast<abi::FreeFn>(vtable[abi::kFree]);
   originals.size = reinterpret_cast<abi::SizeFn>(vtable[abi::kSize]);

@@ -30,6 +30,11 @@ class MlxCounters {
     return {active_(), cache_(), peak_()};
   }
 
+  // Cheap: on the CPU it reads a word.
+  uint64_t active() const {
+    return active_();
+  }
+
   // The cached bytes. MLX's function takes a mutex; once its values have proved
   // to be those of the allocator's own word, the word is read instead, unless
   // somebody holds that mutex. Called with the books locked.

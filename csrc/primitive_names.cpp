@@ -2,6 +2,7 @@
 
 #include <deque>
 #include <mutex>
+#include <new>
 #include <string>
 #include <string_view>
 #include <unordered_map>
@@ -26,7 +27,7 @@ constexpr size_t kMaxNames = 1 << 16;
 
 } // namespace
 
-PrimitiveId intern_primitive_name(const char* name) {
+PrimitiveId intern_primitive_name(const char* name) noexcept {
   auto& n = names();
   std::lock_guard<std::mutex> lock(n.mutex);
   auto found = n.ids.find(name);
@@ -36,10 +37,14 @@ PrimitiveId intern_primitive_name(const char* name) {
   if (n.names.size() == kMaxNames) {
     return 0;
   }
-  n.names.emplace_back(name);
-  auto id = static_cast<PrimitiveId>(n.names.size() - 1);
-  n.ids.emplace(n.names.back(), id);
-  return id;
+  try {
+    n.names.emplace_back(name);
+    auto id = static_cast<PrimitiveId>(n.names.size() - 1);
+    n.ids.emplace(n.names.back(), id);
+    return id;
+  } catch (const std::bad_alloc&) {
+    return 0;
+  }
 }
 
 const char* primitive_name(PrimitiveId id) {

@@ -6,9 +6,9 @@
 
 namespace mlxmem {
 
-// The number of a name, 0 when the numbers are used up. Locks, and allocates
-// for a new name.
-PrimitiveId intern_primitive_name(const char* name);
+// The number of a name, 0 when the numbers or the memory are used up. Locks,
+// and allocates for a new name.
+PrimitiveId intern_primitive_name(const char* name) noexcept;
 
 // nullptr beyond the last number; the text lives as long as the process.
 const char* primitive_name(PrimitiveId id);

@@ -24,6 +24,7 @@ struct State {
   std::atomic<TracebackCaptureFunc> capture{nullptr};
   std::atomic<UnknownClassHandler> unknown_class{nullptr};
   MemoryRange own_code; // where every replaced eval_cpu points to
+  std::atomic<uint64_t> frees{0}; // since the process began
   bool out_of_memory = false; // under the books' mutex
 };
 
@@ -56,6 +57,7 @@ struct ThreadState {
   TracebackId released_traceback = 0;
   uint32_t released_session = 0;
   void* last_allocated = nullptr;
+  uint64_t frees_at_allocation = 0;
   bool in_allocator = false;
 };
 
@@ -159,6 +161,13 @@ class AllocatorScope {
     return mlxmem::recording();
   }
 
+  // Before the allocator's call: what happened without the probes.
+  void observe(uint64_t cache) {
+    if (!originals.allocates_unseen) {
+      book([&](Books& books) { books.observe(mlx_counters.active(), cache); });
+    }
+  }
+
   template <typename Work>
   void book(Work&& work) {
     try {
@@ -181,12 +190,20 @@ uint64_t address_of(const void* pointer) {
   return reinterpret_cast<uint64_t>(pointer);
 }
 
+void remember_allocated(void* buffer) {
+  thread.last_allocated = buffer;
+  thread.frees_at_allocation = state.frees.load(std::memory_order_relaxed);
+}
+
 void note_bound_buffer(const void* array, void* buffer) {
   if (!buffer || passes_through()) {
     return;
   }
-  if (buffer == thread.last_allocated) { // seen by malloc a moment ago
-    thread.last_allocated = nullptr;
+  // Seen by malloc a moment ago, and not freed by another thread since.
+  bool seen = buffer == thread.last_allocated &&
+      thread.frees_at_allocation == state.frees.load(std::memory_order_relaxed);
+  thread.last_allocated = nullptr;
+  if (seen) {
     return;
   }
   Origin origin = thread.operation.primitive_class
@@ -201,6 +218,15 @@ void note_bound_buffer(const void* array, void* buffer) {
   scope.book([&](Books& books) {
     books.bound(address_of(buffer), size, counters, origin);
   });
+}
+
+// With the books locked.
+void observe_counters() {
+  auto& books = shared().books;
+  // On CUDA active bytes may wait to be bound.
+  uint64_t active = originals.allocates_unseen ? books.totals().now.active
+                                               : mlx_counters.active();
+  books.observe(active, mlx_counters.cache());
 }
 
 // Threads that entered the allocator before its vtable was swapped finish
@@ -234,6 +260,7 @@ void* probes::malloc(void* self, size_t size) {
     return originals.malloc(self, size);
   }
   size_t before = mlx_counters.cache();
+  scope.observe(before);
   void* buffer = originals.malloc(self, size);
   if (buffer) {
     size_t real_size = originals.size(self, buffer);
@@ -242,7 +269,7 @@ void* probes::malloc(void* self, size_t size) {
       books.allocated(
           address_of(buffer), real_size, size, before, after, origin);
     });
-    thread.last_allocated = buffer;
+    remember_allocated(buffer);
   }
   return buffer;
 }
@@ -255,12 +282,11 @@ void probes::free(void* self, void* buffer) {
   if (!scope.recording()) {
     return originals.free(self, buffer);
   }
-  if (buffer == thread.last_allocated) {
-    thread.last_allocated = nullptr;
-  }
+  state.frees.fetch_add(1, std::memory_order_relaxed);
+  size_t before = mlx_counters.cache();
+  scope.observe(before);
   uint32_t slot = shared().books.find(address_of(buffer));
   size_t size = slot == BufferTable::kNone ? originals.size(self, buffer) : 0;
-  size_t before = mlx_counters.cache();
   originals.free(self, buffer);
   size_t after = mlx_counters.cache();
   scope.book([&](Books& books) {
@@ -279,7 +305,7 @@ void* probes::make_buffer(void* self, void* pointer, size_t size) {
     scope.book([&](Books& books) {
       books.made_buffer(address_of(buffer), size, origin);
     });
-    thread.last_allocated = buffer;
+    remember_allocated(buffer);
   }
   return buffer;
 }
@@ -396,8 +422,8 @@ void evaluate_primitive(
       static_cast<int32_t>(*word_at(primitive, abi::kPrimitiveStream));
   // outputs is a std::vector<array>; the first output's node was created at
   // the line that called the operation.
-  auto begin = static_cast<void**>(outputs)[0];
-  auto end = static_cast<void**>(outputs)[1];
+  auto begin = static_cast<void**>(outputs)[abi::kVectorBegin];
+  auto end = static_cast<void**>(outputs)[abi::kVectorEnd];
   if (begin != end) {
     operation.traceback = traceback_of(*static_cast<void**>(begin));
   }
@@ -493,7 +519,7 @@ void start_session(uint64_t max_entries) {
 void stop_session() {
   std::lock_guard<std::mutex> lock(shared().mutex);
   if (recording()) {
-    shared().books.observe_cache(mlx_counters.cache());
+    observe_counters();
     state.recording.store(false, std::memory_order_release);
   }
 }
@@ -512,7 +538,7 @@ SessionCopy copy_session(bool with_events) {
   std::lock_guard<std::mutex> lock(shared().mutex);
   auto& books = shared().books;
   if (recording()) {
-    books.observe_cache(mlx_counters.cache());
+    observe_counters();
   }
   copy.totals = books.totals();
   if (with_events) {

@@ -34,6 +34,7 @@ struct Originals {
   abi::ReleaseGilFn release_gil = nullptr;
   abi::AcquireGilFn acquire_gil = nullptr;
   void* allocator = nullptr; // the object
+  bool allocates_unseen = false; // not every allocation takes its vtable
 };
 extern Originals originals;
 extern MlxCounters mlx_counters;

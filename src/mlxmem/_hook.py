@@ -11,7 +11,7 @@ import numpy as np
 from mlxmem.errors import UnsupportedMLXError
 from mlxmem.events import RAW_BUFFER, RAW_EVENT, Records
 
-VERSIONS_KNOWN_TO_WORK = "0.30.6 to 0.32.4"
+VERSIONS_KNOWN_TO_WORK = "0.30.6, 0.31.2, 0.32.1 and 0.32.4"
 
 _OK, _UNSUPPORTED, _NO_MEMORY = 0, 1, 2
 
@@ -61,7 +61,8 @@ class Totals:
     """The session's totals by the books. Bytes, microseconds and counts.
 
     `unexplained` counts bytes by which MLX's counters moved without a call that the
-    probes saw: 0 unless something is wrong.
+    probes saw: 0 unless something is wrong. Calls that were under way when the session
+    began belong to its start.
     """
 
     active: int
@@ -137,7 +138,7 @@ def attach(mlx_version: str) -> None:
     if status != _OK:
         raise UnsupportedMLXError(
             f"mlxmem cannot record this MLX ({mlx_version}): {_text(message)}. "
-            f"Nothing was changed. MLX {VERSIONS_KNOWN_TO_WORK} on Linux is known to "
+            f"Nothing was changed. MLX {VERSIONS_KNOWN_TO_WORK} on Linux are known to "
             "work; install one of these or a newer mlxmem."
         )
 
@@ -225,6 +226,11 @@ def copy_session(with_events: bool = True) -> tuple[Totals, Records, Records]:
         )
     finally:
         _native.mlxmem_free_copy(ctypes.byref(copy))
+
+
+def observe() -> None:
+    """Book now what left the cache since the last allocation or free."""
+    copy_session(with_events=False)
 
 
 def primitive_names() -> list[str]:

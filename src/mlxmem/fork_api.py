@@ -55,6 +55,8 @@ def to_snapshot(events: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
     TypeError, ValueError
         An event is malformed; the message names it.
     """
+    if not isinstance(events, Iterable):
+        raise TypeError(f"events must be an iterable of dicts, not {events!r}")
     return _snapshot.build(from_dicts(events, start_us=recorder.session_start_us()))
 
 

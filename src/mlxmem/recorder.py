@@ -14,7 +14,7 @@ from typing import Any, TypedDict, TypeVar, cast
 
 import numpy as np
 
-from mlxmem import _hook, _interner, _library_loads, snapshot as _snapshot
+from mlxmem import _cache_calls, _hook, _interner, _library_loads, snapshot as _snapshot
 from mlxmem._version import __version__
 from mlxmem.errors import UnsupportedMLXError
 from mlxmem.events import (
@@ -48,6 +48,7 @@ class Stats(TypedDict):
 # it too. Never held while user code runs.
 _lock = threading.RLock()
 _session_pid: int | None = None  # the process whose session the hook holds
+_stacks = True  # whether that session captures stacks
 
 
 def enable(max_entries: int = 100_000, *, stacks: bool = True) -> None:
@@ -55,6 +56,8 @@ def enable(max_entries: int = 100_000, *, stacks: bool = True) -> None:
 
     Forgets what an earlier session collected, also when one is running. Arrays and
     cached buffers that exist already are part of the totals from the first event on.
+    Should memory for the events run out, the session ends and its snapshot says so
+    (`ran_out_of_memory`); MLX goes on.
 
     Parameters
     ----------
@@ -72,28 +75,27 @@ def enable(max_entries: int = 100_000, *, stacks: bool = True) -> None:
     ImportError
         MLX is not installed, or has no backend.
     """
-    global _session_pid
-    if isinstance(max_entries, bool) or not hasattr(max_entries, "__index__"):
-        raise TypeError(f"max_entries must be an int, not {max_entries!r}")
-    max_entries = max_entries.__index__()
-    if not 0 <= max_entries < 2**48:
-        raise ValueError(
-            "max_entries must be 0 (unlimited) or a positive number of events, "
-            f"not {max_entries}"
-        )
-    if not isinstance(stacks, bool):
-        raise TypeError(f"stacks must be True or False, not {stacks!r}")
-    version = _import_mlx().__version__
+    global _session_pid, _stacks
+    max_entries = _check_options(max_entries, stacks=stacks)
+    mx = _import_mlx()
     with _lock:
-        _hook.attach(version)
-        _hook.stop_session()
-        # Stacks of the old session go before the first capture of the new one.
-        _interner.begin_session()
-        _hook.set_traceback_capture_func(_interner.capture_func_address())
-        _hook.set_traceback_tracking(stacks)
-        _library_loads.watch(_attach_new_library)
-        _hook.start_session(max_entries)
+        running = is_enabled()
+        try:
+            _hook.attach(mx.__version__)
+            _hook.stop_session()
+            # Stacks of the old session go before the first capture of the new one.
+            _interner.begin_session()
+            _hook.set_traceback_capture_func(_interner.capture_func_address())
+            _hook.set_traceback_tracking(stacks)
+            _library_loads.watch(_attach_new_library)
+            _cache_calls.watch(mx, _hook.observe)
+            _hook.start_session(max_entries)
+        except BaseException:
+            if not running:
+                _undo()
+            raise
         _session_pid = os.getpid()
+        _stacks = stacks
 
 
 def disable() -> None:
@@ -108,8 +110,7 @@ def disable() -> None:
     """
     with _lock:
         _hook.stop_session()
-        _library_loads.unwatch()
-        _hook.detach()
+        _undo()
 
 
 def is_enabled() -> bool:
@@ -132,7 +133,12 @@ class record(contextlib.ContextDecorator):  # noqa: N801 - used like a function
     path : str or os.PathLike, optional
         Where to dump; without it the events stay for `events()` and `snapshot()`.
     **options
-        Those of `enable`.
+        Those of `enable`; inside a running session they have no effect.
+
+    Raises
+    ------
+    TypeError, ValueError
+        An argument is bad; the message names it. Nothing was started.
 
     Examples
     --------
@@ -144,8 +150,8 @@ class record(contextlib.ContextDecorator):  # noqa: N801 - used like a function
         self, path: str | os.PathLike[str] | None = None, **options: Any
     ) -> None:
         if path is not None:
-            os.fspath(path)
-        inspect.signature(enable).bind(**options)
+            _check_path(path)
+        _check_options(**options)
         self.path = path
         self.options = options
         self._pid: int | None = None
@@ -175,7 +181,18 @@ class record(contextlib.ContextDecorator):  # noqa: N801 - used like a function
         return type(self)(self.path, **self.options)
 
     def __call__(self, func: _Function) -> _Function:
-        """Decorate a function or a coroutine function."""
+        """Decorate a function or a coroutine function.
+
+        Raises
+        ------
+        TypeError
+            `func` is a generator function: its body runs after the call has returned.
+        """
+        if inspect.isgeneratorfunction(func) or inspect.isasyncgenfunction(func):
+            raise TypeError(
+                f"record() can't decorate the generator {func.__qualname__!r}; use "
+                "`with mlxmem.record():` around the loop that consumes it"
+            )
         if inspect.iscoroutinefunction(func):
 
             @functools.wraps(func)
@@ -216,7 +233,7 @@ def recording() -> Recording:
         dropped=totals.dropped,
         max_entries=totals.max_entries,
         resolve=functools.cache(_interner.resolve_traceback),
-        settings=_settings(),
+        settings=_settings(totals),
     )
 
 
@@ -342,6 +359,7 @@ def dump(path: str | os.PathLike[str]) -> pathlib.Path:
 def _forget_parent() -> None:
     # The hook put MLX back in the child before Python runs there again.
     _library_loads.unwatch()
+    _cache_calls.unwatch()
     _lock.release()
 
 
@@ -351,6 +369,32 @@ os.register_at_fork(
     after_in_parent=_lock.release,
     after_in_child=_forget_parent,
 )
+
+
+def _undo() -> None:
+    _library_loads.unwatch()
+    _cache_calls.unwatch()
+    _hook.detach()
+
+
+def _check_options(max_entries: int = 100_000, *, stacks: bool = True) -> int:
+    """Check the arguments of enable() and return max_entries as an int."""
+    if isinstance(max_entries, bool) or not hasattr(max_entries, "__index__"):
+        raise TypeError(f"max_entries must be an int, not {max_entries!r}")
+    number = int(max_entries.__index__())
+    if not 0 <= number < 2**48:
+        raise ValueError(
+            "max_entries must be 0 (unlimited) or a positive number of events, "
+            f"not {number}"
+        )
+    if not isinstance(stacks, bool):
+        raise TypeError(f"stacks must be True or False, not {stacks!r}")
+    return number
+
+
+def _check_path(path: str | os.PathLike[str]) -> None:
+    if not isinstance(path, (str, os.PathLike)):
+        raise TypeError(f"path must be a str or path-like, not {path!r}")
 
 
 def _has_session() -> bool:
@@ -374,7 +418,7 @@ def _attach_new_library() -> None:
         _hook.attach_new_images()
 
 
-def _settings() -> dict[str, Setting]:
+def _settings(totals: _hook.Totals) -> dict[str, Setting]:
     mx = _import_mlx()
     get_memory_limit = getattr(mx, "get_memory_limit", None)
     return {
@@ -383,5 +427,7 @@ def _settings() -> dict[str, Setting]:
         "backend": _hook.backend(),
         "memory_limit": get_memory_limit() if get_memory_limit else None,
         "cache_limit": _hook.cache_limit(),
+        "stacks": _stacks,
+        "unexplained_bytes": totals.unexplained,
         "ran_out_of_memory": _hook.ran_out_of_memory(),
     }
