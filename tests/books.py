@@ -389,10 +389,17 @@ class Books:
         readers : bool
             Compare the public readers with the raw events too.
         """
-        recording, counters = self.read()
-        check(recording, counters, self.resets)
-        if readers:
-            check_readers(recording)
+        # A garbage collection in between would free arrays.
+        collects = gc.isenabled()
+        gc.disable()
+        try:
+            recording, counters = self.read()
+            check(recording, counters, self.resets)
+            if readers:
+                check_readers(recording)
+        finally:
+            if collects:
+                gc.enable()
         return recording
 
     def events(self) -> list[dict[str, Any]]:

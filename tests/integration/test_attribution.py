@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import sys
 import threading
 from typing import Any
 
@@ -34,11 +33,6 @@ def innermost(event: dict[str, Any]) -> tuple[str, str, int]:
     return frame
 
 
-def qualified(name: str, plain: str) -> str:
-    """Python 3.10 has no qualified names in code objects."""
-    return name if sys.version_info >= (3, 11) else plain
-
-
 def test_matmul_names_the_function_that_made_it(books: Books) -> None:
     # GIVEN a product built in a function
     a, b = mx.random.normal((311, 77)), mx.random.normal((77, 43))
@@ -58,7 +52,7 @@ def test_matmul_names_the_function_that_made_it(books: Books) -> None:
     event = of_size(books, 53_492)
     assert event["primitive_name"] == "Matmul"
     name = "test_matmul_names_the_function_that_made_it.<locals>.product"
-    assert innermost(event) == (HERE, qualified(name, "product"), line)
+    assert innermost(event) == (HERE, name, line)
     assert event["stream"] >= 0
     assert event["thread_id"] == threading.get_native_id()
 
@@ -206,7 +200,7 @@ def test_methods_show_their_qualified_name(books: Books) -> None:
     mx.eval(maker.make(), maker.make_static(), maker.made)
     for size, name in ((79, "make"), (83, "make_static"), (89, "made")):
         found = innermost(of_size(books, 4 * size))
-        assert found[:2] == (HERE, qualified(f"Maker.{name}", name))
+        assert found[:2] == (HERE, f"Maker.{name}")
 
 
 def test_comprehensions_generators_and_lambdas(books: Books) -> None:
