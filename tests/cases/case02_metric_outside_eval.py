@@ -1,8 +1,9 @@
 """Source: Goekdeniz-Guelmez/mlx-lm-lora PR#47; same family:
 ml-explore/mlx-examples#1262.
-Diagnosis expected: per-step outputs stay live because a running metric that
-was left out of mx.eval still points at them; the growth is charged to the line
-of the product, the *holder* is an unevaluated `Add` chain.
+Diagnosis expected: per-step batches stay live because a running metric that
+was left out of mx.eval still points at them; the growth is charged to the
+batch-creation line, the *holder* is an unevaluated `Add` chain.
+(What the metric points at is `out`: the product of each batch stays, on its line.)
 """
 
 import mlx.core as mx

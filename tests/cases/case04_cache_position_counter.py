@@ -25,11 +25,11 @@ slots = [Slot() for _ in range(LAYERS)]
 mx.eval([s.state for s in slots], [s.left_padding for s in slots])
 snap("start")
 for block in range(4):
-    for _ in range(500):
+    for _ in range(1000):
         for s in slots:
             s.step()
             s.advance(1)
         mx.eval([s.state for s in slots])
-    snap(f"{500 * (block + 1)} tokens, {LAYERS} layers")
+    snap(f"{1000 * (block + 1)} tokens, {LAYERS} layers")
 mx.eval([s.left_padding for s in slots])
 snap("after evaluating the counters")

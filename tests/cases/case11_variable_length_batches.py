@@ -21,8 +21,8 @@ def run(lengths, label):
     snap(label)
 
 
-run([1024] * 16, "16 batches of equal length")
+run([1024] * 64, "64 batches of equal length")
 mx.clear_cache()
-run([random.randint(512, 2048) for _ in range(48)], "48 batches of random length")
+run([random.randint(512, 2048) for _ in range(64)], "64 batches of random length")
 mx.clear_cache()
 snap("after clear_cache")

@@ -15,7 +15,7 @@ mx.eval(w)
 
 def worker(i):
     with mx.stream(mx.new_stream(mx.cpu)):
-        for _ in range(8):
+        for _ in range(20):
             mx.eval(mx.ones((512, 512)) @ w)
 
 

@@ -1,9 +1,10 @@
 """Run one case script under recording and write what the tests need.
 
-    python run_case.py case01_loop_without_eval.py out.pickle [max_entries]
+    python run_case.py case01_loop_without_eval.py out.pickle [max_entries [dump]]
 
 The books are checked at the end. What MLX counted at every `snap()` of the case goes
-along, so that the test can compare the events up to there.
+along, so that the test can compare the events up to there. With a fourth argument
+the snapshot is dumped, too.
 """
 
 from __future__ import annotations
@@ -27,10 +28,10 @@ from books import Books, settle  # noqa: E402
 import mlxmem  # noqa: E402
 
 
-def main(script: str, out: str, max_entries: int = 0) -> None:
+def main(script: str, out: str, max_entries: str = "0", dump: str = "") -> None:
     """Record the script, check its books and pickle the recording."""
     marks: list[dict[str, Any]] = []
-    books = Books(max_entries)
+    books = Books(int(max_entries))
     snap = _mem.snap
 
     def marked_snap(label: str) -> tuple[int, int, int]:
@@ -64,8 +65,10 @@ def main(script: str, out: str, max_entries: int = 0) -> None:
             "main_thread": threading.main_thread().native_id,
         }
         Path(out).write_bytes(pickle.dumps(result))
+        if dump:
+            mlxmem.dump(dump)
     del keep
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2], *(int(value) for value in sys.argv[3:]))
+    main(*sys.argv[1:])

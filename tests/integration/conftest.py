@@ -1,4 +1,4 @@
-"""Makes `tests/books.py` importable, and leaves no recording on between tests."""
+"""Makes `books` and `viewer` importable, and leaves no recording on between tests."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+# For books.py and viewer.py.
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "contract"))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import mlx.core as mx
