@@ -7,7 +7,7 @@ import subprocess
 import sys
 from itertools import product
 
-from .common import BENCHMARKS, Block, OffAndOn, off_and_on, scaled
+from .common import BENCHMARKS, Block, OffAndOn, off_and_on, scaled, skip_in_quick_run
 
 import time_operations as timing  # isort: skip
 
@@ -45,6 +45,7 @@ class Operations:
 
     def setup(self, count: int, evaluate: str, mode: str) -> None:
         """Bring this process into the mode."""
+        skip_in_quick_run(count < max(COUNTS))
         timing.enter(mode)
         self.full = timing.build("full", count, evaluate == "eval")
         self.add = timing.build("add", count, evaluate == "eval")
