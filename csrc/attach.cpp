@@ -175,6 +175,17 @@ void add_allocator(const MlxCore& mlx) {
   copy[abi::kFree] = reinterpret_cast<void*>(&probes::free);
   copy[abi::kMakeBuffer] = reinterpret_cast<void*>(&probes::make_buffer);
   copy[abi::kRelease] = reinterpret_cast<void*>(&probes::release);
+  void** cache_free = mlx_counters.cache_free_word();
+  originals.notes_cache_returns = cache_free != nullptr;
+  if (cache_free) {
+    originals.cache_free = reinterpret_cast<abi::CacheFreeFn>(*cache_free);
+    patches().add(
+        {cache_free,
+         *cache_free,
+         reinterpret_cast<void*>(&probes::cache_free),
+         0,
+         "the function through which the cache frees"});
+  }
   patches().add(
       {mlx.allocator, vtable, copy, 0, "the allocator's vtable pointer"});
 }

@@ -1,36 +1,12 @@
 #include "books.h"
 
-#include <sys/syscall.h>
-#include <time.h>
-#include <unistd.h>
-
 #include <algorithm>
 #include <cstdlib>
 
+#include "clock.h"
+#include "threads.h"
+
 namespace mlxmem {
-
-namespace {
-
-uint64_t clock_ns(clockid_t clock) {
-  timespec t;
-  clock_gettime(clock, &t);
-  return t.tv_sec * 1000000000ull + t.tv_nsec;
-}
-
-thread_local uint32_t thread_id = 0;
-
-} // namespace
-
-uint32_t current_thread_id() {
-  if (!thread_id) {
-    thread_id = syscall(SYS_gettid);
-  }
-  return thread_id;
-}
-
-void forget_current_thread_id() {
-  thread_id = 0;
-}
 
 void Books::start(uint64_t max_entries, const Counters& counters) {
   log_.reset(max_entries);
@@ -42,22 +18,15 @@ void Books::start(uint64_t max_entries, const Counters& counters) {
   totals_.start_us = clock_ns(CLOCK_REALTIME) / 1000;
   totals_.max_entries = max_entries;
   unknown_cached_ = counters.cache;
-  start_ns_ = clock_ns(CLOCK_MONOTONIC);
+  start_ns_ = monotonic_ns();
+  last_ns_ = start_ns_;
   ++session_;
 }
 
-void Books::observe(uint64_t active, uint64_t cache) {
-  int64_t active_moved = active - totals_.now.active;
-  if (active_moved) {
-    // A buffer that was handed out from the cache, or went into it, moved both
-    // counters.
-    int64_t cache_moved = cache - totals_.now.cache;
-    bool both = cache_moved == -active_moved &&
-        (cache_moved > 0 ||
-         unknown_cached_ >= static_cast<uint64_t>(-cache_moved));
-    correct_start(active_moved, both ? cache_moved : 0);
+void Books::observe_active(uint64_t active) {
+  if (active != totals_.now.active) {
+    correct_start(active - totals_.now.active, 0);
   }
-  observe_cache(cache);
 }
 
 void Books::observe_cache(uint64_t cache) {
@@ -66,6 +35,33 @@ void Books::observe_cache(uint64_t cache) {
   } else if (cache > totals_.now.cache) {
     correct_start(0, cache - totals_.now.cache);
   }
+}
+
+void Books::left_cache(const CacheReturn& returned) {
+  uint32_t slot = table_.find(returned.address);
+  if (slot != BufferTable::kNone && table_[slot].cached) {
+    append(
+        table_[slot].event,
+        Action::FreeCacheToOS,
+        returned.time_ns,
+        returned.thread_id);
+    forget_cached(slot);
+    return;
+  }
+  if (slot != BufferTable::kNone) {
+    forget_active(slot); // its free was not seen
+  }
+  // A buffer from before the session.
+  if (returned.size > unknown_cached_) {
+    correct_start(0, returned.size - unknown_cached_);
+  }
+  Event event = {};
+  event.address = returned.address;
+  event.size = returned.size;
+  event.requested_size = returned.size;
+  append(event, Action::FreeCacheToOS, returned.time_ns, returned.thread_id);
+  unknown_cached_ -= returned.size;
+  totals_.now.cache -= returned.size;
 }
 
 void Books::correct_start(int64_t active, int64_t cache) {
@@ -83,22 +79,19 @@ void Books::correct_start(int64_t active, int64_t cache) {
 // A call that was under way when the session began may be noticed late, when
 // its thread gets no processor.
 bool Books::is_starting() const {
-  return clock_ns(CLOCK_MONOTONIC) - start_ns_ < 5000000000ull;
+  return monotonic_ns() - start_ns_ < 5000000000ull;
 }
 
 void Books::allocated(
     uint64_t address,
     uint64_t size,
     uint64_t requested_size,
-    uint64_t before,
-    uint64_t after,
+    uint64_t from_cache,
     const Origin& origin) {
-  observe_cache(before);
-  uint64_t left_cache = before > after ? before - after : 0;
   uint32_t slot = table_.find(address);
   Action action = Action::AllocNew;
   if (slot == BufferTable::kNone) {
-    if (size && left_cache >= size && unknown_cached_ >= size) {
+    if (size && from_cache >= size && unknown_cached_ >= size) {
       action = Action::AllocReuse;
       unknown_cached_ -= size;
     }
@@ -106,7 +99,7 @@ void Books::allocated(
   } else if (!table_[slot].cached) {
     forget_active(slot);
     slot = table_.insert(address);
-  } else if (size && left_cache >= size && table_[slot].event.size == size) {
+  } else if (size && from_cache >= size && table_[slot].event.size == size) {
     action = Action::AllocReuse;
     table_.remove_cached(slot);
   } else {
@@ -118,7 +111,6 @@ void Books::allocated(
     totals_.now.cache -= size;
   }
   allocated_as(action, slot, size, requested_size, origin);
-  observe_cache(after);
 }
 
 void Books::made_buffer(uint64_t address, uint64_t size, const Origin& origin) {
@@ -139,7 +131,11 @@ void Books::bound(
   if (size == 0 || counters.active < totals_.now.active + size) {
     return;
   }
-  allocated(address, size, size, totals_.now.cache, counters.cache, origin);
+  uint64_t from_cache = totals_.now.cache > counters.cache
+      ? totals_.now.cache - counters.cache
+      : 0;
+  allocated(address, size, size, from_cache, origin);
+  observe_cache(counters.cache);
 }
 
 void Books::allocated_as(
@@ -167,27 +163,12 @@ void Books::freed(
     uint64_t address,
     uint32_t slot,
     uint64_t size,
-    uint64_t before,
-    uint64_t after) {
-  if (before != totals_.now.cache) {
-    observe_cache(before);
-    slot = table_.find(address);
-  }
-  if (slot != BufferTable::kNone) {
-    size = table_[slot].event.size;
-  }
-  bool to_cache = size && after == before + size;
-  if (size && !to_cache && before && after == size) {
-    // Somebody cleared the cache just before the buffer went into it.
-    observe_cache(0);
-    to_cache = true;
-  }
+    bool to_cache) {
   removed_as(
       to_cache ? Action::FreeActiveToCache : Action::FreeActiveToOS,
       address,
       slot,
-      size);
-  observe_cache(after);
+      slot == BufferTable::kNone ? size : table_[slot].event.size);
 }
 
 void Books::released(uint64_t address, uint64_t size) {
@@ -270,17 +251,30 @@ void Books::evict(uint64_t bytes) {
 }
 
 void Books::drop_cached(uint32_t slot) {
-  uint64_t size = table_[slot].event.size;
   log(Action::FreeCacheToOS, table_[slot].event);
+  forget_cached(slot);
+}
+
+void Books::forget_cached(uint32_t slot) {
+  totals_.now.cache -= table_[slot].event.size;
   table_.remove_cached(slot);
   table_.erase(slot);
-  totals_.now.cache -= size;
 }
 
 void Books::log(Action action, Event& event) {
-  event.timestamp_us = (clock_ns(CLOCK_MONOTONIC) - start_ns_) / 1000;
+  append(event, action, monotonic_ns(), current_thread_id());
+}
+
+void Books::append(
+    Event& event,
+    Action action,
+    uint64_t time_ns,
+    uint32_t thread) {
+  // What the cache returned is booked a little later than it happened.
+  last_ns_ = std::max(last_ns_, time_ns);
+  event.timestamp_us = (last_ns_ - start_ns_) / 1000;
   event.kind = static_cast<uint8_t>(action);
-  event.thread_id = current_thread_id();
+  event.thread_id = thread;
   if (action > Action::AllocMakeBuffer) {
     event.stream = -1;
   }

@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "buffer_table.h"
+#include "cache_returns.h"
 #include "event.h"
 #include "event_log.h"
 #include "mlx_counters.h"
@@ -43,33 +44,33 @@ class Books {
  public:
   void start(uint64_t max_entries, const Counters& counters);
 
-  // MLX's counters while no call of its allocator is under way. What left the
-  // cache since the last look was cleared or trimmed: everything, or the oldest
-  // buffers. Active bytes move without the books only by calls that were inside
-  // the allocator when the session began: they belong to its start.
-  void observe(uint64_t active, uint64_t cache);
+  // Active bytes as MLX counts them while no call of its allocator is under
+  // way. They move without the books only by calls that were inside the
+  // allocator when the session began: those belong to its start.
+  void observe_active(uint64_t active);
 
-  // The allocator handed out a buffer; before and after are MLX's cache
-  // counter around the call.
+  // Cached bytes likewise. What left the cache since the last look was cleared
+  // or trimmed: everything, or the oldest buffers.
+  void observe_cache(uint64_t cache);
+
+  // The cache gave a buffer back to the operating system.
+  void left_cache(const CacheReturn& buffer);
+
+  // The allocator handed out a buffer; from_cache: how many bytes left the
+  // cache for it.
   void allocated(
       uint64_t address,
       uint64_t size,
       uint64_t requested_size,
-      uint64_t before,
-      uint64_t after,
+      uint64_t from_cache,
       const Origin& origin);
 
   // The allocator wrapped memory that it doesn't own.
   void made_buffer(uint64_t address, uint64_t size, const Origin& origin);
 
-  // The allocator took a buffer back. size counts only for a buffer that is
-  // not known, one from before the session.
-  void freed(
-      uint64_t address,
-      uint32_t slot,
-      uint64_t size,
-      uint64_t before,
-      uint64_t after);
+  // The allocator took a buffer back, which has this slot. size counts only for
+  // a buffer that is not known, one from before the session.
+  void freed(uint64_t address, uint32_t slot, uint64_t size, bool to_cache);
   void released(uint64_t address, uint64_t size);
 
   // An array was given a buffer that may have bypassed the allocator's vtable.
@@ -82,6 +83,16 @@ class Books {
   bool is_active(uint64_t address) const {
     uint32_t slot = table_.find(address);
     return slot != BufferTable::kNone && !table_[slot].cached;
+  }
+
+  uint64_t size_of(uint32_t slot) const {
+    return table_[slot].event.size;
+  }
+  uint64_t cache() const {
+    return totals_.now.cache;
+  }
+  uint64_t active() const {
+    return totals_.now.active;
   }
 
   uint32_t session() const {
@@ -104,11 +115,12 @@ class Books {
   removed_as(Action action, uint64_t address, uint32_t slot, uint64_t size);
   // Stamps the event and appends a copy of it.
   void log(Action action, Event& event);
-  void observe_cache(uint64_t cache);
+  void append(Event& event, Action action, uint64_t time_ns, uint32_t thread);
   void correct_start(int64_t active, int64_t cache);
   bool is_starting() const;
   void evict(uint64_t bytes);
   void drop_cached(uint32_t slot);
+  void forget_cached(uint32_t slot);
   void forget_active(uint32_t slot);
 
   EventLog log_;
@@ -116,10 +128,8 @@ class Books {
   Totals totals_;
   uint64_t unknown_cached_ = 0; // bytes cached before the session began
   uint64_t start_ns_ = 0; // CLOCK_MONOTONIC
+  uint64_t last_ns_ = 0; // of the last event: the log never runs backwards
   uint32_t session_ = 0;
 };
-
-uint32_t current_thread_id();
-void forget_current_thread_id(); // in a forked child
 
 } // namespace mlxmem

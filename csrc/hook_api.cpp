@@ -8,6 +8,7 @@
 #include <new>
 
 #include "attach.h"
+#include "cache_returns.h"
 #include "primitive_names.h"
 #include "probes.h"
 
@@ -27,9 +28,11 @@ void before_fork() {
   lock_attach();
   lock_books();
   lock_primitive_names();
+  lock_cache_returns();
 }
 
 void unlock_all() {
+  unlock_cache_returns();
   unlock_primitive_names();
   unlock_books();
   unlock_attach();

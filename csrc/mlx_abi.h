@@ -58,6 +58,9 @@ constexpr size_t kCpuMutex = 40; // glibc: an int that is 0 while it is free
 constexpr size_t kCpuCacheMemory = 144;
 constexpr size_t kCpuPageSize = 152;
 constexpr size_t kCpuPageSizeValue = 4096;
+// BufferCache::free_, a std::function that holds the pointer std::free.
+constexpr size_t kCpuCacheFree = 192;
+using CacheFreeFn = void (*)(void* buffer);
 
 // ---- mlx::core::Primitive ------------------------------------------------
 

@@ -1,5 +1,6 @@
 #include "mlx_counters.h"
 
+#include <cstdlib>
 #include <cstring>
 
 namespace mlxmem {
@@ -37,10 +38,21 @@ void MlxCounters::bind(
 }
 
 bool MlxCounters::knows_layout() const {
-  return cpu_allocator_ && memory_limit_ &&
-      word(cpu_allocator_, abi::kCpuMemoryLimit) == memory_limit_() &&
-      word(cpu_allocator_, abi::kCpuActiveMemory) == active_() &&
-      word(cpu_allocator_, abi::kCpuPeakMemory) == peak_();
+  auto fits = [this] {
+    return word(cpu_allocator_, abi::kCpuMemoryLimit) == memory_limit_() &&
+        word(cpu_allocator_, abi::kCpuActiveMemory) == active_() &&
+        word(cpu_allocator_, abi::kCpuPeakMemory) == peak_();
+  };
+  if (!cpu_allocator_ || !memory_limit_) {
+    return false;
+  }
+  // Another thread may allocate between two of the readings.
+  for (int i = 0; i < 100; ++i) {
+    if (fits()) {
+      return true;
+    }
+  }
+  return false;
 }
 
 uint64_t MlxCounters::cache_by_function() {
@@ -54,6 +66,15 @@ uint64_t MlxCounters::cache_by_function() {
     last_ = cache;
   }
   return cache;
+}
+
+void** MlxCounters::cache_free_word() const {
+  if (!cache_word_ || !knows_layout()) {
+    return nullptr;
+  }
+  auto slot = reinterpret_cast<void**>(
+      const_cast<char*>(cpu_allocator_) + abi::kCpuCacheFree);
+  return *slot == reinterpret_cast<void*>(&::free) ? slot : nullptr;
 }
 
 int64_t MlxCounters::cache_limit() const {

@@ -45,6 +45,10 @@ class MlxCounters {
     return cache_by_function();
   }
 
+  // The word through which the CPU's cache frees a buffer, holding that mutex;
+  // nullptr when this allocator has none.
+  void** cache_free_word() const;
+
   // The cache limit in bytes, -1 where it can't be told.
   int64_t cache_limit() const;
 

@@ -6,7 +6,9 @@
 #include <mutex>
 #include <new>
 
+#include "cache_returns.h"
 #include "primitive_classes.h"
+#include "threads.h"
 
 namespace mlxmem {
 
@@ -161,13 +163,6 @@ class AllocatorScope {
     return mlxmem::recording();
   }
 
-  // Before the allocator's call: what happened without the probes.
-  void observe(uint64_t cache) {
-    if (!originals.allocates_unseen) {
-      book([&](Books& books) { books.observe(mlx_counters.active(), cache); });
-    }
-  }
-
   template <typename Work>
   void book(Work&& work) {
     try {
@@ -220,13 +215,70 @@ void note_bound_buffer(const void* array, void* buffer) {
   });
 }
 
-// With the books locked.
-void observe_counters() {
-  auto& books = shared().books;
+// ---- MLX's cache, with the books locked -------------------------------------
+
+// The cached bytes, and how many the cache had returned by then.
+struct CacheReading {
+  uint64_t bytes;
+  uint64_t returned;
+};
+
+CacheReading read_cache() {
+  CacheReading reading;
+  do {
+    reading.returned = cache_returned_bytes();
+    reading.bytes = mlx_counters.cache();
+  } while (reading.returned != cache_returned_bytes());
+  return reading;
+}
+
+// Bytes that left the cache between two readings other than to the OS.
+uint64_t taken_between(const CacheReading& before, const CacheReading& after) {
+  int64_t taken =
+      before.bytes - after.bytes - (after.returned - before.returned);
+  return taken > 0 ? taken : 0;
+}
+
+bool went_to_cache(
+    const CacheReading& before,
+    const CacheReading& after,
+    uint64_t size) {
+  return size &&
+      after.bytes + (after.returned - before.returned) == before.bytes + size;
+}
+
+// Books what left the cache: what was noted there where it can be noted, else
+// what the counter tells.
+void book_cache(Books& books, const CacheReading& reading) {
+  if (!originals.notes_cache_returns) {
+    books.observe_cache(reading.bytes);
+    return;
+  }
+  static auto* returns = new std::vector<CacheReturn>;
+  if (!take_cache_returns(returns)) {
+    throw std::bad_alloc();
+  }
+  for (auto& buffer : *returns) {
+    books.left_cache(buffer);
+  }
+}
+
+void book_before(Books& books, const CacheReading& reading) {
   // On CUDA active bytes may wait to be bound.
-  uint64_t active = originals.allocates_unseen ? books.totals().now.active
-                                               : mlx_counters.active();
-  books.observe(active, mlx_counters.cache());
+  if (!originals.allocates_unseen) {
+    books.observe_active(mlx_counters.active());
+  }
+  book_cache(books, reading);
+}
+
+// At a moment when nothing is under way.
+void book_counters(Books& books) {
+  CacheReading reading = read_cache();
+  book_before(books, reading);
+  if (originals.notes_cache_returns &&
+      reading.returned == cache_returned_bytes()) {
+    books.observe_cache(reading.bytes);
+  }
 }
 
 // Threads that entered the allocator before its vtable was swapped finish
@@ -259,15 +311,24 @@ void* probes::malloc(void* self, size_t size) {
   if (!scope.recording()) {
     return originals.malloc(self, size);
   }
-  size_t before = mlx_counters.cache();
-  scope.observe(before);
+  CacheReading before = read_cache();
+  scope.book([&](Books& books) { book_before(books, before); });
   void* buffer = originals.malloc(self, size);
   if (buffer) {
     size_t real_size = originals.size(self, buffer);
-    size_t after = mlx_counters.cache();
+    CacheReading after = read_cache();
     scope.book([&](Books& books) {
+      // The OS may have handed out an address that the cache just returned.
+      if (originals.notes_cache_returns) {
+        book_cache(books, after);
+      }
       books.allocated(
-          address_of(buffer), real_size, size, before, after, origin);
+          address_of(buffer),
+          real_size,
+          size,
+          taken_between(before, after),
+          origin);
+      book_cache(books, after);
     });
     remember_allocated(buffer);
   }
@@ -283,15 +344,26 @@ void probes::free(void* self, void* buffer) {
     return originals.free(self, buffer);
   }
   state.frees.fetch_add(1, std::memory_order_relaxed);
-  size_t before = mlx_counters.cache();
-  scope.observe(before);
+  CacheReading before = read_cache();
+  scope.book([&](Books& books) { book_before(books, before); });
   uint32_t slot = shared().books.find(address_of(buffer));
-  size_t size = slot == BufferTable::kNone ? originals.size(self, buffer) : 0;
+  uint64_t size = slot == BufferTable::kNone ? originals.size(self, buffer)
+                                             : shared().books.size_of(slot);
   originals.free(self, buffer);
-  size_t after = mlx_counters.cache();
+  CacheReading after = read_cache();
   scope.book([&](Books& books) {
-    books.freed(address_of(buffer), slot, size, before, after);
+    books.freed(
+        address_of(buffer), slot, size, went_to_cache(before, after, size));
+    book_cache(books, after);
   });
+}
+
+void probes::cache_free(void* buffer) {
+  if (recording()) {
+    note_cache_return(
+        address_of(buffer), originals.size(originals.allocator, buffer));
+  }
+  originals.cache_free(buffer);
 }
 
 void* probes::make_buffer(void* self, void* pointer, size_t size) {
@@ -511,7 +583,10 @@ void start_session(uint64_t max_entries) {
   state.recording.store(false, std::memory_order_release);
   state.out_of_memory = false;
   auto& books = shared().books;
-  books.start(max_entries, settled_counters());
+  std::vector<CacheReturn> older;
+  Counters counters = settled_counters();
+  take_cache_returns(&older); // of before
+  books.start(max_entries, counters);
   state.session.store(books.session());
   state.recording.store(true, std::memory_order_release);
 }
@@ -519,7 +594,7 @@ void start_session(uint64_t max_entries) {
 void stop_session() {
   std::lock_guard<std::mutex> lock(shared().mutex);
   if (recording()) {
-    observe_counters();
+    book_counters(shared().books);
     state.recording.store(false, std::memory_order_release);
   }
 }
@@ -538,7 +613,7 @@ SessionCopy copy_session(bool with_events) {
   std::lock_guard<std::mutex> lock(shared().mutex);
   auto& books = shared().books;
   if (recording()) {
-    observe_counters();
+    book_counters(books);
   }
   copy.totals = books.totals();
   if (with_events) {

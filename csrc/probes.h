@@ -24,6 +24,7 @@ struct Originals {
   abi::SizeFn size = nullptr;
   abi::MakeBufferFn make_buffer = nullptr;
   abi::FreeFn release = nullptr;
+  abi::CacheFreeFn cache_free = nullptr;
   abi::DescInitFn desc_init = nullptr;
   abi::SetDataFn set_data = nullptr;
   abi::SetDataLongFn set_data_long = nullptr;
@@ -35,6 +36,7 @@ struct Originals {
   abi::AcquireGilFn acquire_gil = nullptr;
   void* allocator = nullptr; // the object
   bool allocates_unseen = false; // not every allocation takes its vtable
+  bool notes_cache_returns = false; // cache_free is patched
 };
 extern Originals originals;
 extern MlxCounters mlx_counters;
@@ -45,6 +47,7 @@ void* malloc(void* self, size_t size);
 void free(void* self, void* buffer);
 void* make_buffer(void* self, void* pointer, size_t size);
 void release(void* self, void* buffer);
+void cache_free(void* buffer);
 void desc_init(void* desc);
 void set_data(void* self, void* buffer, void* deleter);
 void set_data_long(
