@@ -8,6 +8,7 @@ import inspect
 import os
 import pathlib
 import threading
+import warnings
 from collections.abc import Callable
 from types import TracebackType
 from typing import Any, TypedDict, TypeVar, cast
@@ -125,7 +126,7 @@ class record(contextlib.ContextDecorator):  # noqa: N801 - used like a function
     """Record the body of a `with` block, or each call of a function.
 
     On the way out, also when the body raised, recording stops and the snapshot is
-    dumped. Inside a running session it starts none of its own and stops none: it
+    dumped; a dump that fails then is a warning, and the body's exception goes on. Inside a running session it starts none of its own and stops none: it
     dumps that session at its end.
 
     Parameters
@@ -174,8 +175,19 @@ class record(contextlib.ContextDecorator):  # noqa: N801 - used like a function
             return  # a forked child has no session to dump
         if self._started:
             disable()
-        if self.path is not None:
+        if self.path is None:
+            return
+        try:
             dump(self.path)
+        except OSError as error:
+            if exc is None:
+                raise
+            # What the body raised matters more; the events are still there.
+            warnings.warn(
+                f"mlxmem could not write {os.fspath(self.path)!r}: {error}",
+                RuntimeWarning,
+                stacklevel=2,
+            )
 
     def _recreate_cm(self) -> record:
         return type(self)(self.path, **self.options)
