@@ -126,8 +126,9 @@ class record(contextlib.ContextDecorator):  # noqa: N801 - used like a function
     """Record the body of a `with` block, or each call of a function.
 
     On the way out, also when the body raised, recording stops and the snapshot is
-    dumped; a dump that fails then is a warning, and the body's exception goes on. Inside a running session it starts none of its own and stops none: it
-    dumps that session at its end.
+    dumped; a dump that fails then is a warning, and the body's exception goes on.
+    Inside a running session it starts none of its own and stops none: it dumps that
+    session at its end.
 
     Parameters
     ----------
