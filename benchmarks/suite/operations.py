@@ -18,19 +18,19 @@ EVALUATE = ("graph only", "eval")
 def at_once(name: str, operations: int) -> Block:
     """Return a block that evaluates each operation at once."""
     work = timing.build(name, 1, True)
-    return lambda: repeat(work, scaled(operations))
+    return lambda: run_often(work, scaled(operations))
 
 
 def in_batches(name: str, operations: int) -> Block:
     """Return a block that evaluates 30 operations together."""
     work = timing.build(name, 30, True)
-    return lambda: repeat(work, scaled(operations // 30))
+    return lambda: run_often(work, scaled(operations // 30))
 
 
 def never(name: str, operations: int) -> Block:
     """Return a block that only builds graphs, of 30 nodes."""
     work = timing.build(name, 30, False)
-    return lambda: repeat(work, scaled(operations // 30))
+    return lambda: run_often(work, scaled(operations // 30))
 
 
 EVALUATIONS = {"graph only": never, "eval of 30": in_batches, "eval of each": at_once}
@@ -120,7 +120,7 @@ class Ratios:
         return found[name, evaluate].cpu_ratio
 
 
-def repeat(work: Block, times: int) -> None:
+def run_often(work: Block, times: int) -> None:
     """Call ``work`` so many times."""
     for _ in range(times):
         work()
@@ -135,7 +135,7 @@ def measure(name: str) -> dict[str, float]:
 
     def added(evaluate: bool) -> float:
         work = timing.build(name, count, evaluate)
-        times = off_and_on(lambda: repeat(work, runs), pairs)
+        times = off_and_on(lambda: run_often(work, runs), pairs)
         return (times.on - times.off) / operations * 1e9
 
     def events(evaluate: bool) -> float:
