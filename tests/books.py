@@ -339,7 +339,7 @@ class Books:
         settle()
         mx.reset_peak_memory()
         self._reset_peak = mx.reset_peak_memory
-        # Before enable(), so that what enable() wraps and restores is this.
+        # MLX tells nobody of a reset, which the peak of the books has to allow for.
         mx.reset_peak_memory = self.reset_peak_memory
         try:
             mlxmem.enable(self.max_entries, stacks=self.stacks)

@@ -39,7 +39,7 @@ def _end_in_memory(header: bytes, base: int) -> int:
 
 def mlx_mappings() -> list[Mapping]:
     """Read all mappings of the libraries in MLX's package, in address order."""
-    package = str(Path(mx.__file__).parent)
+    package = f"{Path(mx.__file__).parent}/"
     found = []
     path, end = "", 0
     with open("/proc/self/maps") as maps, open("/proc/self/mem", "rb", 0) as memory:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import ctypes
 import gc
 import os
+import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
@@ -16,76 +17,138 @@ import pytest
 from books import Books, read_counters, settle
 
 import mlxmem
-from mlxmem import _hook
+from mlxmem import _cache_calls, _hook
 from mlxmem._interner import interner_stats
 
-
-def word(address: int) -> int:
-    return ctypes.c_uint64.from_address(address).value
+TARGETS = Path(__file__).parent / "targets"
 
 
 def test_every_patched_word_is_restored() -> None:
-    # GIVEN the words that a session patches
-    mlxmem.enable()
-    patched = list(_hook.patched_words())
-    during = [word(address) for address, _, _ in patched]
-    mlxmem.disable()
-    before = [word(address) for address, _, _ in patched]
+    # In a process of its own: other tests leave import slots that the loader fills
+    # when they are first called through.
+    done = subprocess.run(
+        [sys.executable, str(TARGETS / "undone.py")],
+        env={**os.environ, "LD_BIND_NOW": "1"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert (done.returncode, done.stderr) == (0, "")
 
-    # THEN they hold the replacement while it records and the original else
-    assert len(patched) > 100
-    assert len({address for address, _, _ in patched}) == len(patched)
-    assert during == [replacement for _, _, replacement in patched]
-    assert before == [original for _, original, _ in patched]
-    assert all(a != b for a, b in zip(before, during, strict=True))
 
-    # AND the same in a second session, with work in it
-    mlxmem.enable()
-    mx.eval(mx.random.normal((100, 100)) @ mx.ones((100, 3)))
-    again = {address: original for address, original, _ in _hook.patched_words()}
-    mlxmem.enable()  # a new session patches no word twice
-    assert {a: o for a, o, _ in _hook.patched_words()} == again
-    mlxmem.disable()
-    for address, original in again.items():
-        assert word(address) == original
-    for address, original, _ in patched:
-        assert word(address) == original
+def names() -> dict[str, Any]:
+    """Every function of mlx.core and of its submodule for Metal, where there is one."""
+    found = {f"mx.{name}": value for name, value in vars(mx).items()}
+    metal = getattr(mx, "metal", None)
+    if metal is not None:
+        found |= {f"metal.{name}": value for name, value in vars(metal).items()}
+    return {name: value for name, value in found.items() if callable(value)}
+
+
+def replaced(before: dict[str, Any], now: dict[str, Any]) -> set[str]:
+    assert set(before) == set(now)
+    return {name for name in before if before[name] is not now[name]}
+
+
+def wrapped_names() -> set[str]:
+    """What enable() wraps in this MLX."""
+    every = {f"{m}.{f}" for m in ("mx", "metal") for f in _cache_calls.NAMES}
+    assert {"mx.clear_cache", "mx.set_cache_limit"} <= every
+    return every & set(names())
 
 
 def test_mlx_names_are_restored() -> None:
-    def functions() -> dict[str, Any]:
-        names = {f"mx.{name}": value for name, value in vars(mx).items()}
-        metal = getattr(mx, "metal", None)
-        names |= {f"metal.{name}": value for name, value in vars(metal).items()}
-        return {name: value for name, value in names.items() if callable(value)}
+    # GIVEN MLX's own functions
+    before = names()
 
-    before = functions()
+    # WHEN a session runs, and another one is begun in it
     mlxmem.enable()
-    during = functions()
+    during = names()
     mlxmem.enable()
+    again = names()
     mlxmem.disable()
-    after = functions()
-    assert set(before) == set(during) == set(after)
-    assert [name for name in before if before[name] is not after[name]] == []
-    for name, value in during.items():  # a wrapper passes for what it wraps
-        assert value.__name__ == before[name].__name__
+
+    # THEN these two, and their aliases, are wrapped once while it does
+    assert replaced(before, during) == wrapped_names()
+    assert replaced(during, again) == set()
+    for name in wrapped_names():
+        assert during[name].__wrapped__ is before[name]
+        assert during[name].__name__ == before[name].__name__
+
+    # AND are MLX's own objects again afterwards
+    assert replaced(before, names()) == set()
 
 
-def test_wrapped_functions_still_return_and_raise(books: Books) -> None:
+def test_mlx_names_are_restored_when_enable_fails(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    # GIVEN a session that can't begin, at the last moment
+    before = names()
+    during: list[set[str]] = []
+
+    def fail(max_entries: int) -> None:
+        during.append(replaced(before, names()))
+        raise MemoryError("no room for events")
+
+    monkeypatch.setattr(_hook, "start_session", fail)
+
+    # WHEN
+    with pytest.raises(MemoryError, match="no room"):
+        mlxmem.enable()
+
+    # THEN
+    assert during == [wrapped_names()]
+    assert replaced(before, names()) == set()
+    assert _hook.patched_words() == []
+    assert not mlxmem.is_enabled()
+
+
+def test_what_another_tool_replaced_meanwhile_is_left() -> None:
+    # GIVEN another tool that replaces a function while it is wrapped
+    before = names()
+    mlxmem.enable()
+    theirs = mx.clear_cache
+
+    def other() -> None:
+        theirs()
+
+    mx.clear_cache = other
+    try:
+        # WHEN recording ends
+        mlxmem.disable()
+
+        # THEN that one stays and works, and all else is MLX's own
+        assert mx.clear_cache is other
+        assert replaced(before, names()) == {"mx.clear_cache"}
+        mx.clear_cache()
+    finally:
+        mx.clear_cache = before["mx.clear_cache"]
+    mx.eval(mx.exp(mx.ones((100,))))
+
+
+def test_wrapped_functions_still_return_and_raise() -> None:
+    # GIVEN what MLX's own functions return and raise
     def results() -> list[Any]:
         old = mx.set_cache_limit(10 << 20)
-        limit = mx.set_memory_limit(1 << 30)
-        found = [old, mx.set_cache_limit(old), limit, mx.set_memory_limit(limit)]
-        return [*found, mx.clear_cache(), mx.reset_peak_memory(), mx.set_wired_limit(0)]
+        found = [old, mx.set_cache_limit(limit=old), mx.clear_cache()]
+        for call in (lambda: mx.set_cache_limit("much"), lambda: mx.clear_cache(1)):
+            with pytest.raises(TypeError) as caught:
+                call()
+            found.append(str(caught.value))
+        return found
 
-    during = results()
-    mlxmem.disable()
-    assert during == results()
-    books.restart()
-    with pytest.raises(TypeError):
-        mx.set_cache_limit("much")
-    with pytest.raises(TypeError):
-        mx.clear_cache(1)
+    plain = results()
+    assert plain[1] == 10 << 20
+
+    # WHEN they are wrapped
+    with Books():
+        assert hasattr(mx.clear_cache, "__wrapped__")
+        assert hasattr(mx.set_cache_limit, "__wrapped__")
+        wrapped = results()
+
+    # THEN they do the same
+    assert wrapped == plain
+    assert not hasattr(mx.clear_cache, "__wrapped__")
 
 
 def train() -> list[np.ndarray[Any, Any]]:

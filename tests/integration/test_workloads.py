@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,9 @@ import mlx.optimizers as optim
 import numpy as np
 import pytest
 from books import HAS_CPU_CACHE, VERSION, Books
+
+import mlxmem
+from mlxmem.events import Action
 
 KiB = 1 << 10
 MiB = 1 << 20
@@ -259,9 +263,11 @@ def test_cache_limit_change_in_the_middle(books: Books) -> None:
 @pytest.mark.usefixtures("cpu_cache")
 @pytest.mark.parametrize("how", ["now", "old reference", "metal alias"])
 def test_clear_cache(how: str) -> None:
-    # GIVEN a reference to clear_cache from before enable()
+    # GIVEN a reference to clear_cache from before enable(), or one from within
     clear = mx.clear_cache
+    clear()
     with Books() as books:
+        assert clear is not mx.clear_cache
         if how == "now":
             clear = mx.clear_cache
         elif how == "metal alias":
@@ -269,20 +275,70 @@ def test_clear_cache(how: str) -> None:
                 pytest.skip("this MLX has no mx.metal.clear_cache")
             clear = mx.metal.clear_cache
         mx.eval(mx.random.normal((300, 300)))
-        books.check()
+        events = books.events()
         cached = mx.get_cache_memory()
         assert cached >= 360_000
+        kept = [e["addr"] for e in events if e["action"] == "FreeActiveToCache"]
+        gone = [e["addr"] for e in events if e["action"] == "AllocReuse"]
 
         # WHEN the cache is cleared
-        before = len(books.events())
         clear()
 
         # THEN each cached buffer went to the OS, also for the totals read at once
         assert mx.get_cache_memory() == 0
-        gone = books.events()[before:]
-        assert {event["action"] for event in gone} == {"FreeCacheToOS"}
-        assert sum(event["size"] for event in gone) == cached
-        assert all(event["addr"] for event in gone)
+        assert mlxmem.stats()["cache"] == 0
+        last = books.events()[len(events) :]
+        gone += [event["addr"] for event in last]
+        assert {event["action"] for event in last} == {"FreeCacheToOS"}
+        assert sum(event["size"] for event in last) == cached
+        assert sorted(gone) == sorted(kept)
+        assert {event["primitive_name"] for event in last} == {""}
+        assert {event["traceback"] for event in last} == {None}
+
+
+@pytest.mark.usefixtures("cpu_cache")
+@pytest.mark.parametrize("how", ["clear_cache", "set_cache_limit", "metal alias"])
+def test_a_returned_cache_has_the_time_and_thread_of_the_call(
+    books: Books, how: str
+) -> None:
+    # GIVEN something in the cache
+    function = mx.clear_cache
+    if how == "metal alias":
+        function = getattr(getattr(mx, "metal", None), "clear_cache", None)
+        if function is None:
+            pytest.skip("this MLX has no mx.metal.clear_cache")
+    old = mx.set_cache_limit(32 * MiB)
+    mx.eval(mx.random.normal((300, 300)))
+    events = books.events()
+    call: dict[str, int] = {}
+
+    def clear() -> None:
+        call["thread"] = threading.get_native_id()
+        call["from"] = time.time_ns() // 1000
+        if how == "set_cache_limit":
+            mx.set_cache_limit(0)
+        else:
+            function()
+        call["to"] = time.time_ns() // 1000
+
+    # WHEN another thread returns it, long after and long before anything else
+    time.sleep(0.05)
+    thread = threading.Thread(target=clear)
+    thread.start()
+    thread.join()
+    time.sleep(0.05)
+
+    # THEN it is booked there and then
+    recording = books.check()
+    gone = recording.events[len(events) :]
+    assert len(gone) > 0
+    assert set(gone["action"].tolist()) == {Action.FreeCacheToOS}
+    assert set(gone["thread_id"].tolist()) == {call["thread"]}
+    times = recording.start_us + gone["timestamp_us"]
+    slack = 5_000  # the two clocks are read one after the other
+    assert call["from"] - slack <= int(times.min())
+    assert int(times.max()) <= call["to"] + slack
+    mx.set_cache_limit(old)
 
 
 @pytest.mark.usefixtures("cpu_cache")
