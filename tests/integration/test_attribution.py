@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import mlx.core as mx
@@ -108,21 +109,49 @@ def test_leaves_name_their_line(books: Books) -> None:
         assert (event["primitive_name"], event["stream"]) == ("", -1)
 
 
-def test_temporaries_inside_an_op_name_the_op(books: Books) -> None:
-    # GIVEN a softmax over a view that has to be made contiguous first
-    x = mx.random.normal((37, 53))
-    mx.eval(x)
+# Operations whose kernels allocate more than their result, on the thread that
+# evaluates: the sizes in bytes, that of the result last. x is (37, 53), b (106, 7).
+TEMPORARIES: dict[str, tuple[Callable[[mx.array, mx.array], mx.array], list[int]]] = {
+    # a contiguous copy of the rows
+    "LogSumExp": (lambda x, b: mx.logsumexp(x.T[::2], axis=-1), [27 * 37 * 4, 27 * 4]),
+    # contiguous copies of both factors
+    "Matmul": (
+        lambda x, b: x[:, ::2][:, :20] @ b[::2][:20],
+        [37 * 20 * 4, 20 * 7 * 4, 37 * 7 * 4],
+    ),
+    # a contiguous copy of the input
+    "CumSum": (lambda x, b: mx.cumsum(x.T[::2], axis=0), [27 * 37 * 4, 27 * 37 * 4]),
+}
+
+
+@pytest.mark.parametrize("name", TEMPORARIES)
+def test_temporaries_inside_an_op_name_the_op(books: Books, name: str) -> None:
+    # GIVEN an operation on views that its kernel has to copy
+    x, b = mx.random.normal((37, 53)), mx.random.normal((106, 7))
+    mx.eval(x, b)
     before = len(books.events())
+    make, sizes = TEMPORARIES[name]
 
     # WHEN only its result is asked for
     line = this_line() + 1
-    y = mx.softmax(x.T[::2], axis=-1)
+    y = make(x, b)
     mx.eval(y)
 
-    # THEN each allocation is the op's, and all are on its line
+    # THEN there are scratch buffers, and each is the operation's and on its line
     made = [e for e in books.events()[before:] if e["action"].startswith("Alloc")]
-    assert {event["primitive_name"] for event in made} == {"Softmax"}
-    assert {innermost(event)[2] for event in made} == {line}
+    assert sorted(event["requested_size"] for event in made) == sorted(sizes)
+    assert len(made) >= 2
+    assert y.nbytes == sizes[-1]
+    for event in made:
+        assert event["primitive_name"] == name
+        assert (event["traceback"][-2][0], event["traceback"][-2][2]) == (HERE, line)
+        assert event["stream"] >= 0
+        assert event["thread_id"] == threading.get_native_id()
+    # The scratch goes, the result stays.
+    events = books.events()[before:]
+    freed = {e["addr"]: e["size"] for e in events if e["action"].startswith("Free")}
+    kept = [event for event in made if event["addr"] not in freed]
+    assert [event["requested_size"] for event in kept] == [y.nbytes]
 
 
 def test_composed_ops_stay_on_their_line(books: Books) -> None:

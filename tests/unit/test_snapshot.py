@@ -109,7 +109,7 @@ def test_an_allocation_carries_everything_that_is_known() -> None:
         },
         "category": "Matmul",
         "pool_id": (0, 0),
-    } | {"category": alloc["category"]}
+    }
     assert segment["size"] == 4_096
     assert segment["frames"] is alloc["frames"]
 
@@ -393,7 +393,9 @@ def test_frames_that_readers_hide_become_visible() -> None:
     assert "_start" not in frames[-1]["name"]
     assert "/Register" not in frames[-1]["filename"]
     assert "ceval.c" not in frames[-1]["filename"]
-    assert not {"PyEval_", "PyObject_", "PyFunction_"} & set(frames[1]["name"])
+    for part in ("PyEval_", "PyObject_", "PyFunction_"):
+        assert part in seen(frames[1]["name"])
+        assert part not in frames[1]["name"]
     assert frames[0]["filename"] == "/app/odd\\nname;\\udc80.py"
 
 
