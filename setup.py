@@ -1,4 +1,4 @@
-"""The two compiled modules; everything else is in pyproject.toml."""
+"""The three compiled modules; everything else is in pyproject.toml."""
 
 from glob import glob
 
@@ -30,11 +30,17 @@ interner = Extension(
     extra_compile_args=["-O3"],
 )
 
+pickle_writer = Extension(
+    "mlxmem._pickle_writer",
+    sources=["src/mlxmem/_pickle_writer.pyx"],
+    extra_compile_args=["-O3"],
+)
+
 setup(
     ext_modules=[
         native,
         *cythonize(
-            [interner],
+            [interner, pickle_writer],
             build_dir="build/cython",
             compiler_directives={"language_level": "3"},
         ),

@@ -231,6 +231,16 @@ class Ledger:
         """Indices of the FreeCacheToOS events with address 0."""
         return self._nameless
 
+    def needs(self, index: Indices) -> npt.NDArray[np.uint8]:
+        """Return the states that the events at `index` need, shape (n,) -> (n,)."""
+        states: npt.NDArray[np.uint8] = _NEEDS[self.recording.events["action"][index]]
+        return states
+
+    def leaves(self, index: Indices) -> npt.NDArray[np.uint8]:
+        """Return the states that the events at `index` leave, shape (n,) -> (n,)."""
+        states: npt.NDArray[np.uint8] = _LEAVES[self.recording.events["action"][index]]
+        return states
+
     def change(self, index: int) -> Change:
         """Return what the event at `index` did."""
         event = self.recording.events[index]

@@ -349,6 +349,8 @@ def dump(path: str | os.PathLike[str]) -> pathlib.Path:
     """Write the snapshot of now as a pickle for PyTorch's memory viewer.
 
     The file is written beside `path` and renamed, so that it is never half there.
+    It holds what `snapshot()` returns, but is made without its dicts. On a terminal,
+    a dump of more than a second shows how far it is.
 
     Parameters
     ----------
@@ -366,7 +368,7 @@ def dump(path: str | os.PathLike[str]) -> pathlib.Path:
     OSError
         The file can't be written. The events are kept.
     """
-    return _snapshot.write(snapshot(), path)
+    return _snapshot.dump(recording(), path)
 
 
 def _forget_parent() -> None:

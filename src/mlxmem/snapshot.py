@@ -8,36 +8,39 @@ How MLX's buffers map to it: every buffer is a segment of its own with one block
 at the buffer's address. What existed before the first retained event is allocated by
 extra entries at the start of the trace, so that a reader that adds up the entries
 has the right total at every event.
+
+Trace and segments are made as columns, some ten thousand rows at a time: `build`
+turns them into dicts, `dump` into a file.
 """
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import os
 import pathlib
 import pickle
-import re
-import secrets
-import stat
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import Any, BinaryIO
 
 import numpy as np
+import numpy.typing as npt
 
+from mlxmem import _pickle_writer, dump_file
 from mlxmem.events import (
+    RAW_BUFFER,
     Action,
-    Frame,
     Recording,
     Records,
     Setting,
     State,
     no_collector,
-    primitive_ids,
 )
+from mlxmem.frames import Entry, Frames, text
 from mlxmem.ledger import ABSENT, BEFORE, LOST, Ledger
+from mlxmem.tables import Rows, Shared, Table, keys_of, row_count, to_objects
 
-Entry = dict[str, Any]
+Ints = npt.NDArray[np.integer[Any]]
+Places = npt.NDArray[np.int32]
 
 BEFORE_ENABLE = "allocated before mlxmem.enable()"
 BEFORE_TRACE = "allocated before mlxmem.enable() or before the oldest kept event"
@@ -54,24 +57,33 @@ _MAX_INT = 2**53 - 1  # JavaScript numbers are exact up to here
 _LARGE = 1 << 20  # torch's small pool ends at 1 MiB
 _SYNTHETIC_ALIGN = 1 << 30
 _POOL = (0, 0)
+_CHUNK = 1 << 16  # events or buffers at a time: their rows take some 10 MB
 
-# Plain ints for the loop over the events.
-_REUSE = int(Action.AllocReuse)
-_LAST_ALLOC = int(Action.AllocMakeBuffer)
-_TO_CACHE = int(Action.FreeActiveToCache)
-_LAST_FREE = int(Action.Release)
-_SKIP = len(Action)  # an event without entries
+# Entries by number. Segment entries, the last two, have the buffer's size and the
+# others the requested one.
+_KINDS = ["alloc", "free_requested", "free_completed", "segment_alloc", "segment_free"]
+_ALLOC, _ASK, _FREE, _OPEN, _CLOSE = range(5)
+_NONE = -1
+# A free is never the one entry without the other, and nothing comes between them.
+_OF_ACTION = np.array(
+    [
+        [_OPEN, _ALLOC, _NONE],  # AllocNew
+        [_ALLOC, _NONE, _NONE],  # AllocReuse
+        [_OPEN, _ALLOC, _NONE],  # AllocMakeBuffer
+        [_ASK, _FREE, _NONE],  # FreeActiveToCache
+        [_ASK, _FREE, _CLOSE],  # FreeActiveToOS
+        [_ASK, _FREE, _CLOSE],  # Release
+        [_CLOSE, _NONE, _NONE],  # FreeCacheToOS
+    ],
+    np.int32,
+)
+_OF_STATE = np.array([[_OPEN, _ALLOC], [_OPEN, _NONE]], np.int32)  # what makes it so
 
-# Both readers hide frames whose name or file name contains one of these.
-_HIDDEN_NAMES = re.compile(
-    "unwind::unwind|CapturedTraceback::gather|gather_with_cpp|_start|"
-    "PyEval_|PyObject_|PyFunction_"
-)
-_HIDDEN_FILES = re.compile(
-    r"core/boxing|/Register|/Redispatch|pythonrun\.c|Modules/main\.c|Objects/call\.c|"
-    r"Objects/methodobject\.c|pycore_ceval\.h|ceval\.c|cpython/abstract\.h"
-)
-_ZERO_WIDTH_SPACE = "\u200b"
+_ACTIONS = [*(action.name for action in Action), BEFORE_ACTION, LOST_ACTION]
+_BEFORE, _LOST = len(Action), len(Action) + 1
+_SEGMENT_TYPES = ["small", "large"]
+_BLOCK_STATES = ["active_allocated", "inactive"]  # indexed by State
+_REMAINDER = -3  # an owner beside BEFORE and LOST: not known by address
 
 
 def build(recording: Recording) -> dict[str, Any]:
@@ -97,7 +109,43 @@ def build(recording: Recording) -> dict[str, Any]:
     extent is found by no reader.
     """
     with no_collector():
-        return _Builder(recording).build()
+        snapshot: dict[str, Any] = to_objects(_Builder(recording).build())
+    return snapshot
+
+
+def dump(recording: Recording, path: str | os.PathLike[str]) -> pathlib.Path:
+    """Write `build(recording)` as a pickle without making its dicts.
+
+    Shows on a terminal how far it is when it takes longer than a second.
+
+    Parameters
+    ----------
+    recording : Recording
+    path : str or path-like
+        As for `write`.
+
+    Returns
+    -------
+    pathlib.Path
+        `path`.
+
+    Raises
+    ------
+    TypeError, OSError
+        As for `write`.
+    """
+
+    def fill(file: BinaryIO) -> None:
+        with no_collector(), dump_file.Progress(path) as progress:
+            builder = _Builder(recording)
+            snapshot = builder.build()
+            rows = (snapshot["segments"], *snapshot["device_traces"])
+            progress.total = sum(part.count for part in rows)
+            _pickle_writer.dump(
+                snapshot, file.write, first=builder.common(), on_rows=progress.add
+            )
+
+    return dump_file.replace(path, fill)
 
 
 def write(snapshot: Mapping[str, Any], path: str | os.PathLike[str]) -> pathlib.Path:
@@ -122,84 +170,16 @@ def write(snapshot: Mapping[str, Any], path: str | os.PathLike[str]) -> pathlib.
     OSError
         The file can't be written; whatever was at `path` is untouched.
     """
-    if not isinstance(path, (str, os.PathLike)):
-        raise TypeError(f"path must be a str or path-like, not {path!r}")
-    target = pathlib.Path(path)
-    real = pathlib.Path(os.path.realpath(target))  # a link keeps pointing there
-    with contextlib.suppress(FileNotFoundError):
-        mode = real.stat().st_mode
-        if stat.S_ISDIR(mode):
-            raise IsADirectoryError(f"path is a directory: {str(target)!r}")
-        if not stat.S_ISREG(mode):
-            # A rename would put a plain file in the place of /dev/null.
-            with open(real, "wb") as file:
-                pickle.dump(snapshot, file, _PROTOCOL)
-            return target
-    temporary = real.with_name(f".{real.name}.{os.getpid()}.{secrets.token_hex(4)}")
-    try:
-        with open(temporary, "xb") as file:
-            pickle.dump(snapshot, file, _PROTOCOL)
-        os.replace(temporary, real)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            temporary.unlink()
-        raise
-    return target
-
-
-class _Frames:
-    """Stacks as the readers want them, one object per distinct stack."""
-
-    def __init__(self, resolve: Callable[[int], list[Frame] | None]) -> None:
-        self._resolve = resolve
-        self._frames: dict[Frame, Entry] = {}
-        self._stacks: dict[tuple[Frame, ...], list[Entry]] = {}
-
-    def stack(self, traceback_id: int) -> list[Entry] | None:
-        """Return the frames of an id, innermost first, or None."""
-        frames = self._resolve(traceback_id) if traceback_id else None
-        if not frames:
-            return None
-        key = tuple(frames)
-        known = self._stacks.get(key)
-        if known is None:
-            known = [self._frame(frame) for frame in reversed(key)]
-            self._stacks[key] = known
-        return known
-
-    def label(self, text: str) -> list[Entry]:
-        """Return a stack of one frame that says why there is no real one."""
-        frame = ("mlxmem", text, 0)
-        return self._stacks.setdefault((frame,), [self._frame(frame)])
-
-    def _frame(self, frame: Frame) -> Entry:
-        known = self._frames.get(frame)
-        if known is None:
-            filename, name, line = frame
-            known = self._frames[frame] = {
-                "name": _HIDDEN_NAMES.sub(_unhide, _text(name)),
-                "filename": _HIDDEN_FILES.sub(_unhide, _text(filename)),
-                "line": int(line),
-            }
-        return known
-
-
-def _unhide(match: re.Match[str]) -> str:
-    # Looks the same in the viewer, but its filter does not find it any more.
-    return match[0][0] + _ZERO_WIDTH_SPACE + match[0][1:]
-
-
-def _text(text: str) -> str:
-    """Make a string that UTF-8 can encode and that stays on its line."""
-    text = text.replace("\r", "\\r").replace("\n", "\\n")
-    return text.encode("utf-8", "backslashreplace").decode("utf-8")
+    return dump_file.replace(
+        path, lambda file: pickle.dump(snapshot, file, protocol=_PROTOCOL)
+    )
 
 
 def _setting(value: Setting) -> Setting:
     if value is None or isinstance(value, bool):
         return value
     if isinstance(value, str):
-        return _text(value)
+        return text(value)
     if isinstance(value, (float, np.floating)):
         return float(value)
     number = int(value)
@@ -216,134 +196,140 @@ class _Builder:
     def __init__(self, recording: Recording) -> None:
         self.recording = recording
         self.ledger = Ledger(recording)
-        self.frames = _Frames(recording.resolve)
-        self.primitives = [_text(name) for name in recording.primitives]
-        self.trace: list[Entry] = []
-        self.segments: list[Entry] = []
+        self.primitives = [text(name) for name in recording.primitives]
+        frames = self._frames = Frames(recording.resolve)
         # Ids without a stack mean "before" only as long as nothing was dropped.
-        self.before = self.frames.label(BEFORE_ENABLE)
-        self.dropped = self.frames.label(BEFORE_TRACE) if recording.dropped else None
+        before = frames.label(BEFORE_ENABLE)
+        dropped = frames.label(BEFORE_TRACE) if recording.dropped else before
         used = np.any(recording.events["traceback_id"]) or np.any(
             recording.buffers["traceback_id"]
         )
-        self.no_stack = self.frames.label(NO_STACK if used else NO_STACKS)
-        self.lost = self.frames.label(LOST_FRAMES)
-        self._stacks: dict[int, list[Entry] | None] = {0: None}
-        self._metadata: dict[tuple[int | str, int, int, int, int], Entry] = {}
-        self._synthetic = self._first_synthetic_address()
+        self._no_stack = {
+            0: frames.label(NO_STACK if used else NO_STACKS),
+            BEFORE: dropped,
+            LOST: frames.label(LOST_FRAMES),
+            _REMAINDER: before,
+        }
+        self._stacks = _Made(self._stack)
+        self._categories = _Made(self._category)
+        self._metadata = _Made(self._meta)
+        self._add_remainder()
 
     def build(self) -> dict[str, Any]:
-        recording, ledger = self.recording, self.ledger
-        events = recording.events
-        self._add_before()
-        columns = self._columns()
-        done = 0
-        for index in ledger.broken.tolist():
-            self._add_events(itertools.islice(columns, index - done))
-            self._add_implied(index)
-            done = index
-        self._add_events(columns)
-        self._add_segments()
-        self._name_unknown()
-        settings = {_text(k): _setting(v) for k, v in recording.settings.items()}
+        """Return the snapshot, with `Rows` for segments and trace."""
+        recording, events = self.recording, self.recording.events
+        settings = {text(k): _setting(v) for k, v in recording.settings.items()}
         empty = (events["size"] == 0) & (events["action"] <= Action.AllocMakeBuffer)
         settings |= {
             "trace_alloc_overflowed": recording.dropped > 0,
             "trace_alloc_max_entries": _small_int(recording.max_entries),
             "trace_alloc_dropped": _small_int(recording.dropped),
             "zero_byte_allocs": int(np.count_nonzero(empty)),
-            "inconsistent_events": len(ledger.broken),
+            "inconsistent_events": len(self.ledger.broken),
         }
         return {
-            "segments": self.segments,
-            "device_traces": [self.trace],
+            "segments": self._segments(),
+            "device_traces": [self._trace()],
             "allocator_settings": settings,
             "external_annotations": [],
         }
 
-    # What is there at the start.
+    def common(self) -> list[str | tuple[int, ...]]:
+        """Return what the rows of a file mention most often."""
+        nothing = np.empty(0, RAW_BUFFER)
+        some = [
+            *keys_of(self._before_table(nothing, _owners(nothing, BEFORE))),
+            *keys_of(self._segment_table(nothing, _owners(nothing, BEFORE))),
+            *_KINDS,
+            *_BLOCK_STATES,
+            *_SEGMENT_TYPES,
+            *self.primitives[1:100],
+        ]
+        return [*dict.fromkeys(some), _POOL]
 
-    def _add_before(self) -> None:
-        """Allocate what existed before the first retained event."""
-        recording, ledger = self.recording, self.ledger
-        start = recording.start_us
-        if ledger.before_active:
-            self._add_remainder(ledger.before_active, State.Active, start)
-        if ledger.before_cache_left:
-            self._add_remainder(ledger.before_cache_left, State.Cached, start)
-        # A part of the cache that went to the OS needs a segment to be freed.
-        self.chunks: dict[int, int] = {}
-        for index in ledger.nameless.tolist():
-            size = int(recording.events["size"][index])
-            if size:
-                self.chunks[index] = addr = self._synthetic_address(size)
-                self._open(addr, size, size, State.Cached, start, self.before)
-
-        buffers = ledger.initial
-        buffers = buffers[buffers["size"] > 0]
-        if recording.dropped and len(recording.events):
-            latest = int(recording.events["timestamp_us"][0])
-            times = np.minimum(buffers["timestamp_us"], latest)
+    def _trace(self) -> Rows:
+        """Return the entries: what is there at the start, then the events."""
+        ledger, events = self.ledger, self.recording.events
+        buffers = ledger.initial[ledger.initial["size"] > 0]
+        if self.recording.dropped and len(events):
+            latest = events["timestamp_us"][0]
+            buffers["timestamp_us"] = np.minimum(buffers["timestamp_us"], latest)
         else:
-            times = np.zeros(len(buffers), np.int64)
-        order = np.argsort(times, kind="stable")
-        for row, time in zip(
-            _rows(buffers[order], len(self.primitives)),
-            times[order].tolist(),
-            strict=True,
-        ):
-            self._open(
-                row.addr,
-                row.size,
-                row.requested,
-                row.state,
-                start + time,
-                self._owned_stack(row.traceback, BEFORE),
-                self._category(row.primitive, row.traceback),
-                row.primitive,
-                row.thread,
-                row.stream,
-            )
+            buffers["timestamp_us"] = 0
+        buffers = buffers[np.argsort(buffers["timestamp_us"], kind="stable")]
+        rows = np.concatenate([self._remainder, self._cached_parts, buffers])
+        owner = _owners(rows, BEFORE)
+        owner[: len(rows) - len(buffers)] = _REMAINDER
+        implied = self._implied()
 
-    def _add_remainder(self, size: int, state: State, time: int) -> None:
-        addr = self._synthetic_address(size)
-        self._open(addr, size, size, state, time, self.before)
-        self._segment(addr, size, size, state, self.before, 0)
+        shown = _OF_ACTION[events["action"]]
+        shown[self._hidden()] = _NONE
+        count = sum(
+            int(np.count_nonzero(kinds != _NONE))
+            for kinds in (_OF_STATE[rows["state"]], *implied, shown)
+        )
+        del shown
 
-    def _open(
-        self,
-        addr: int,
-        size: int,
-        requested: int,
-        state: int,
-        time: int,
-        frames: list[Entry],
-        category: str = UNKNOWN,
-        primitive: int = 0,
-        thread: int = 0,
-        stream: int = -1,
-    ) -> None:
-        """Add the entries that make a segment and, if it is active, its block."""
-        entry = {
-            "action": "segment_alloc",
-            "addr": addr,
-            "size": size,
-            "stream": max(stream, 0),
-            "time_us": time,
-            "frames": frames,
-            "user_metadata": self._meta(
-                BEFORE_ACTION,
-                primitive,
-                thread,
-                stream,
-                size if requested != size else 0,
-            ),
-            "category": category,
-            "pool_id": _POOL,
-        }
-        self.trace.append(entry)
-        if state == State.Active:
-            self.trace.append({**entry, "action": "alloc", "size": requested})
+        def tables() -> Iterator[Table]:
+            for part in _parts(len(rows)):
+                yield self._before_table(rows[part], owner[part])
+            for part in _parts(len(events)):
+                yield self._event_table(part, implied)
+
+        def with_unknown() -> Iterator[Table]:
+            # The web viewer throws if entries have categories but none this one.
+            missing = not self._is_any_unknown(rows, implied)
+            for table in tables():
+                if missing and row_count(table):
+                    table["category"].index[0] = self._categories.place(0, 0)
+                    missing = False
+                yield table
+
+        return Rows(count, with_unknown)
+
+    def _segments(self) -> Rows:
+        """Return the segments of the buffers known by address, lowest first."""
+        final = self.ledger.final
+        order = np.argsort(final["addr"], kind="stable")
+        order = order[(final["size"][order] > 0) & (final["addr"][order] > 0)]
+        rows = np.concatenate([self._remainder, final[order]])
+        owner = np.concatenate(
+            [_owners(self._remainder, _REMAINDER), self.ledger.final_owner[order]]
+        )
+
+        def tables() -> Iterator[Table]:
+            for part in _parts(len(rows)):
+                yield self._segment_table(rows[part], owner[part])
+
+        return Rows(len(rows), tables)
+
+    # What is not known by address.
+
+    def _add_remainder(self) -> None:
+        """Make buffers of what was there at addresses that no event names.
+
+        A part of that cache that went to the OS needs a segment to be freed.
+        """
+        ledger, events = self.ledger, self.recording.events
+        sizes = events["size"][ledger.nameless]
+        self._nameless = ledger.nameless[sizes > 0]
+        sizes = np.concatenate(
+            [
+                np.array([ledger.before_active, ledger.before_cache_left], np.uint64),
+                sizes[sizes > 0],
+            ]
+        )
+        rows = np.zeros(len(sizes), RAW_BUFFER)
+        rows["size"] = rows["requested_size"] = sizes
+        rows["state"][1:] = State.Cached
+        rows["stream"] = -1
+        rows = rows[sizes > 0]
+        align = np.uint64(_SYNTHETIC_ALIGN)
+        extent = (rows["size"] // align + np.uint64(1)) * align
+        first = np.uint64(self._first_synthetic_address())
+        rows["addr"] = first + np.cumsum(extent) - extent
+        parts = len(self._nameless)
+        self._remainder, self._cached_parts = np.split(rows, [len(rows) - parts])
 
     def _first_synthetic_address(self) -> int:
         """Find an address above every real one."""
@@ -351,299 +337,351 @@ class _Builder:
         for rows in (self.recording.events, self.recording.buffers):
             if len(rows):
                 end = max(end, int((rows["addr"] + rows["size"]).max()))
-        return (end // _SYNTHETIC_ALIGN + 2) * _SYNTHETIC_ALIGN
+        # No real address is that high.
+        return min((end // _SYNTHETIC_ALIGN + 2) * _SYNTHETIC_ALIGN, 2**63)
 
-    def _synthetic_address(self, size: int) -> int:
-        addr = self._synthetic
-        self._synthetic += (size // _SYNTHETIC_ALIGN + 1) * _SYNTHETIC_ALIGN
-        return addr
+    # Pieces of the trace.
 
-    # The events.
+    def _entries(
+        self,
+        kinds: Places,
+        addr: Ints,
+        size: Ints,
+        asked: Ints,
+        stream: Ints,
+        time: Ints,
+        frames: Places,
+        meta: Places,
+        category: Places,
+    ) -> tuple[Table, Ints]:
+        """Spread what is known of n events over their entries.
 
-    def _columns(self) -> Iterator[tuple[Any, ...]]:
-        """Return what the entries of each event are made of.
+        Parameters
+        ----------
+        kinds : ndarray of int32, shape (n, at most so many entries of one)
+            The entries of each, or _NONE.
+        size, asked : ndarray, shape (n,)
+            Bytes of the buffer, and those that were requested.
+        others : ndarray, shape (n,)
 
-        Yields
-        ------
-        tuple
-            action (or _SKIP), address, buffer size, requested size, stream, time,
-            frames, metadata, category.
+        Returns
+        -------
+        table : Table
+        which : ndarray of int64
+            For each entry, which of the n it comes from.
         """
-        recording, ledger = self.recording, self.ledger
-        events = recording.events
-        # Frees show who allocated; where that is not in the trace, the free knows.
-        source = np.where(ledger.owner >= 0, ledger.owner, np.arange(len(events)))
+        which, slot = np.nonzero(kinds != _NONE)
+        kind = kinds[which, slot]
+        table = {
+            "action": Shared(_KINDS, kind),
+            "addr": addr[which],
+            "size": np.where(kind >= _OPEN, size[which], asked[which]),
+            "stream": np.maximum(stream, 0)[which],
+            "time_us": time[which] + self.recording.start_us,
+            "frames": Shared(self._stacks.objects, frames[which]),
+            "user_metadata": Shared(self._metadata.objects, meta[which]),
+            "category": Shared(self._categories.objects, category[which]),
+            "pool_id": _POOL,
+        }
+        return table, which
+
+    def _before_table(self, rows: Records, owner: Ints) -> Table:
+        """Return the entries that make buffers that existed before the first event."""
+        size = rows["size"]
+        asked = np.minimum(rows["requested_size"], size)
+        ids, primitive = rows["traceback_id"], self._primitive(rows)
+        table, _ = self._entries(
+            _OF_STATE[rows["state"]],
+            rows["addr"],
+            size,
+            asked,
+            rows["stream"],
+            rows["timestamp_us"],
+            self._stacks.places(ids, owner),
+            self._metadata.places(
+                np.full(len(rows), _BEFORE),
+                primitive,
+                rows["thread_id"],
+                rows["stream"],
+                np.where(asked != size, size, 0),
+            ),
+            self._categories.places(primitive, np.minimum(ids, 1)),
+        )
+        return table
+
+    def _event_table(self, part: slice, implied: tuple[Places, Places]) -> Table:
+        """Return the entries of some events, by the table of the seven actions."""
+        events, owner = self.recording.events[part], self.ledger.owner[part]
+        source = self._source(part)
         size = events["size"]
-        asked = np.minimum(events["requested_size"][source], size)
-        ids = events["traceback_id"][source].astype(np.int64)
-        primitive = primitive_ids(recording)[source].astype(np.int64)
-        stream = events["stream"][source]
-
+        asked = np.minimum(source["requested_size"], size)
+        ids, primitive = source["traceback_id"], self._primitive(source)
+        kinds = _OF_ACTION[events["action"]]
+        kinds[self._hidden(part)] = _NONE
         addr = events["addr"].copy()
-        for index, chunk in self.chunks.items():
-            addr[index] = chunk
-        action = np.where((size == 0) | (addr == 0), _SKIP, events["action"])
-
-        frames = self._per_key(
-            (ids, np.minimum(ledger.owner, 0)), lambda key: self._owned_stack(*key)
+        first, last = np.searchsorted(self._nameless, (part.start, part.stop))
+        addr[self._nameless[first:last] - part.start] = self._cached_parts["addr"][
+            first:last
+        ]
+        table, which = self._entries(
+            kinds,
+            addr,
+            size,
+            asked,
+            source["stream"],
+            events["timestamp_us"],
+            self._stacks.places(ids, np.minimum(owner, 0)),
+            self._metadata.places(
+                events["action"],
+                primitive,
+                events["thread_id"],
+                source["stream"],
+                np.where(asked != size, size, 0),
+            ),
+            self._categories.places(primitive, np.minimum(ids, 1)),
         )
-        category = self._per_key(
-            2 * primitive + (ids != 0), lambda key: self._category(key >> 1, key & 1)
+        first, last = np.searchsorted(self.ledger.broken, (part.start, part.stop))
+        if first == last:
+            return table
+        broken = self.ledger.broken[first:last]
+        closes, opens = (kinds[first:last] for kinds in implied)
+        previous = self.ledger.previous[broken]
+        before, of_before = self._lost_entries(closes, broken, previous)
+        middle, of_middle = self._lost_entries(opens, broken, broken)
+        place = 3 * np.concatenate(
+            [broken[of_before], broken[of_middle], which + part.start]
         )
-        meta = self._per_key(
-            (events["action"], primitive, events["thread_id"], stream),
-            lambda key: self._meta(*key),
+        place[len(of_before) :] += 1
+        place[len(of_before) + len(of_middle) :] += 1
+        return _merge((before, middle, table), np.argsort(place, kind="stable"))
+
+    def _source(self, part: slice) -> Records:
+        """Return the records that know whose the buffers of some events are."""
+        # Frees show who allocated; where that is not in the trace, the free knows.
+        owner = self.ledger.owner[part]
+        here = np.arange(part.start, part.start + len(owner))
+        return self.recording.events[np.where(owner >= 0, owner, here)]
+
+    def _hidden(self, part: slice = slice(None)) -> npt.NDArray[np.bool_]:
+        """Tell which events have no entries: empty buffers, and no address."""
+        events = self.recording.events[part]
+        hidden: npt.NDArray[np.bool_] = (events["size"] == 0) | (
+            (events["addr"] == 0) & (events["action"] != Action.FreeCacheToOS)
         )
-        for index in np.flatnonzero(asked != size).tolist():
-            meta[index] = self._meta(
-                int(events["action"][index]),
-                int(primitive[index]),
-                int(events["thread_id"][index]),
-                int(stream[index]),
-                int(size[index]),
-            )
-        return zip(
-            action.tolist(),
-            addr.tolist(),
-            size.tolist(),
-            asked.tolist(),
-            np.maximum(stream, 0).tolist(),
-            (events["timestamp_us"] + recording.start_us).tolist(),
-            frames,
-            meta,
-            category,
-            strict=True,
-        )
+        return hidden
 
-    @staticmethod
-    def _per_key(keys: Any, make: Callable[[Any], Any]) -> list[Any]:
-        """Make one value per distinct key and return them in the keys' order."""
-        if isinstance(keys, tuple):
-            rows = list(zip(*(column.tolist() for column in keys), strict=True))
-        else:
-            rows = keys.tolist()
-        made = {key: make(key) for key in set(rows)}
-        return list(map(made.__getitem__, rows))
+    # What the events leave out.
 
-    def _add_events(self, columns: Iterator[tuple[Any, ...]]) -> None:
-        """Add the entries of events, by the table of the seven actions."""
-        add = self.trace.append
-        for action, addr, size, asked, stream, time, frames, meta, category in columns:
-            if action == _SKIP:
-                continue
-            entry = {
-                "action": "alloc",
-                "addr": addr,
-                "size": asked,
-                "stream": stream,
-                "time_us": time,
-                "frames": frames,
-                "user_metadata": meta,
-                "category": category,
-                "pool_id": _POOL,
-            }
-            if action <= _LAST_ALLOC:
-                if action != _REUSE:
-                    segment = entry.copy()
-                    segment["action"] = "segment_alloc"
-                    segment["size"] = size
-                    add(segment)
-                add(entry)
-                continue
-            if action <= _LAST_FREE:
-                # Never the one without the other, and nothing between them.
-                entry["action"] = "free_requested"
-                add(entry)
-                entry = entry.copy()
-                entry["action"] = "free_completed"
-                add(entry)
-                if action == _TO_CACHE:
-                    continue
-                entry = entry.copy()
-            entry["action"] = "segment_free"
-            entry["size"] = size
-            add(entry)
-
-    def _add_implied(self, index: int) -> None:
-        """Add what must have happened before an event that does not follow.
+    def _implied(self) -> tuple[Places, Places]:
+        """Find what must have happened before the events that do not follow.
 
         Without it an address would be allocated twice, and the viewer draws the
         first block for ever.
+
+        Returns
+        -------
+        closes, opens : ndarray of int32, shape (len(ledger.broken), 3)
+            Entries that end what the event before left, and that make what the
+            event needs.
         """
         events, ledger = self.recording.events, self.ledger
-        previous = int(ledger.previous[index])
-        change = ledger.change(index)
-        addr, time = change.addr, int(events["timestamp_us"][index])
-        time += self.recording.start_us
-        held, size = change.before, int(events["size"][previous])
-        needed, new_size = change.needed, change.size
-        if size == 0:
-            held = ABSENT
-        if new_size == 0:
-            needed = ABSENT
-        if held == State.Active and (needed != State.Active or size != new_size):
-            asked = min(int(events["requested_size"][previous]), size)
-            for action in ("free_requested", "free_completed"):
-                self._add_plain(action, addr, asked, time)
-            held = State.Cached
-        if held != ABSENT and (needed == ABSENT or size != new_size):
-            self._add_plain("segment_free", addr, size, time)
-            held = ABSENT
-        if held == ABSENT and needed != ABSENT:
-            self._add_plain("segment_alloc", addr, new_size, time)
-            held = State.Cached
-        if held == State.Cached and needed == State.Active:
-            asked = min(int(events["requested_size"][index]), new_size)
-            self._add_plain("alloc", addr, asked, time)
+        broken = ledger.broken
+        previous = ledger.previous[broken]
+        old, size = events["size"][previous], events["size"][broken]
+        held = np.where(old > 0, ledger.leaves(previous), ABSENT)
+        needed = np.where(size > 0, ledger.needs(broken), ABSENT)
+        closes = np.full((len(broken), 3), _NONE, np.int32)
+        opens = closes.copy()
+        frees = (held == State.Active) & ((needed != State.Active) | (old != size))
+        closes[frees, :2] = _ASK, _FREE
+        held[frees] = State.Cached
+        gone = (held != ABSENT) & ((needed == ABSENT) | (old != size))
+        closes[gone, 2] = _CLOSE
+        held[gone] = ABSENT
+        comes = (held == ABSENT) & (needed != ABSENT)
+        opens[comes, 0] = _OPEN
+        held[comes] = State.Cached
+        opens[(held == State.Cached) & (needed == State.Active), 1] = _ALLOC
+        return closes, opens
 
-    def _add_plain(self, action: str, addr: int, size: int, time: int) -> None:
-        self.trace.append(
-            {
-                "action": action,
-                "addr": addr,
-                "size": size,
-                "stream": 0,
-                "time_us": time,
-                "frames": self.lost,
-                "user_metadata": self._meta(LOST_ACTION, 0, 0, -1),
-                "category": UNKNOWN,
-                "pool_id": _POOL,
-            }
+    def _lost_entries(
+        self, kinds: Places, index: Ints, sizes: Ints
+    ) -> tuple[Table, Ints]:
+        """Return entries before the events at `index`, sized as those at `sizes`."""
+        events = self.recording.events
+        count = len(index)
+        size = events["size"][sizes]
+        return self._entries(
+            kinds,
+            events["addr"][index],
+            size,
+            np.minimum(events["requested_size"][sizes], size),
+            np.zeros(count, np.int32),
+            events["timestamp_us"][index],
+            np.full(count, self._stacks.place(0, LOST), np.int32),
+            np.full(count, self._metadata.place(_LOST, 0, 0, -1, 0), np.int32),
+            np.full(count, self._categories.place(0, 0), np.int32),
         )
+
+    def _is_any_unknown(self, rows: Records, implied: tuple[Places, Places]) -> bool:
+        if np.any((self._primitive(rows) == 0) & (rows["traceback_id"] == 0)):
+            return True
+        if any(np.any(kinds != _NONE) for kinds in implied):
+            return True
+        for part in _parts(len(self.recording.events)):
+            source = self._source(part)
+            bare = (self._primitive(source) == 0) & (source["traceback_id"] == 0)
+            if np.any(bare & ~self._hidden(part)):
+                return True
+        return False
 
     # What is there at the end.
 
-    def _add_segments(self) -> None:
-        """Add the segments of the buffers known by address, lowest first."""
-        ledger = self.ledger
-        order = np.argsort(ledger.final["addr"], kind="stable")
-        order = order[ledger.final["size"][order] > 0]
-        order = order[ledger.final["addr"][order] > 0]
-        owners = ledger.final_owner[order].tolist()
-        for row, owner in zip(
-            _rows(ledger.final[order], len(self.primitives)), owners, strict=True
-        ):
-            self._segment(
-                row.addr,
-                row.size,
-                row.requested,
-                row.state,
-                self._owned_stack(row.traceback, owner),
-                max(row.stream, 0),
-            )
-
-    def _segment(
-        self,
-        addr: int,
-        size: int,
-        requested: int,
-        state: int,
-        frames: list[Entry],
-        stream: int,
-    ) -> None:
-        active = state == State.Active
+    def _segment_table(self, rows: Records, owner: Ints) -> Table:
+        active = rows["state"] == State.Active
+        size = rows["size"]
+        asked = np.minimum(rows["requested_size"], size)
+        frames = Shared(
+            self._stacks.objects,
+            self._stacks.places(rows["traceback_id"], np.minimum(owner, 0)),
+        )
+        active_size = np.where(active, size, 0)
         # A cached block counts as whole, or the flame graphs would lose its frames.
         block = {
-            "address": addr,
+            "address": rows["addr"],
             "size": size,
-            "requested_size": requested if active else size,
-            "state": "active_allocated" if active else "inactive",
+            "requested_size": np.where(active, asked, size),
+            "state": Shared(_BLOCK_STATES, rows["state"].astype(np.int32)),
             "frames": frames,
         }
-        self.segments.append(
-            {
-                "device": 0,
-                "address": addr,
-                "total_size": size,
-                "allocated_size": size if active else 0,
-                "active_size": size if active else 0,
-                "requested_size": requested if active else 0,
-                "stream": stream,
-                "segment_type": "large" if size > _LARGE else "small",
-                "segment_pool_id": _POOL,
-                "is_expandable": False,
-                "frames": frames,
-                "blocks": [block],
-            }
-        )
+        return {
+            "device": 0,
+            "address": rows["addr"],
+            "total_size": size,
+            "allocated_size": active_size,
+            "active_size": active_size,
+            "requested_size": np.where(active, asked, 0),
+            "stream": np.maximum(rows["stream"], 0),
+            "segment_type": Shared(_SEGMENT_TYPES, (size > _LARGE).astype(np.int32)),
+            "segment_pool_id": _POOL,
+            "is_expandable": False,
+            "frames": frames,
+            "blocks": block,
+        }
 
-    def _name_unknown(self) -> None:
-        """Make sure that one entry has the category that the web viewer needs."""
-        trace = self.trace
-        if trace and all(entry["category"] != UNKNOWN for entry in trace):
-            trace[0]["category"] = UNKNOWN
+    # Objects that many rows share, which the file then stores once.
 
-    # Shared objects, which the pickle then stores once.
+    def _primitive(self, rows: Records) -> Ints:
+        """Return the primitive ids of records, 0 where the id has no name."""
+        ids = rows["primitive_id"]
+        return np.where(ids < len(self.primitives), ids, 0)
 
-    def _stack(self, traceback_id: int) -> list[Entry] | None:
-        try:
-            return self._stacks[traceback_id]
-        except KeyError:
-            stack = self._stacks[traceback_id] = self.frames.stack(traceback_id)
-            return stack
-
-    def _owned_stack(self, traceback_id: int, owner: int) -> list[Entry]:
+    def _stack(self, traceback_id: int, owner: int) -> list[Entry]:
         """Return the frames of an id, or the reason why it has none."""
-        stack = self._stack(traceback_id)
-        if stack is not None:
-            return stack
-        if owner == LOST:
-            return self.lost
-        return (self.dropped or self.before) if owner < 0 else self.no_stack
+        return self._frames.stack(traceback_id) or self._no_stack[owner]
 
-    def _category(self, primitive: int, traceback_id: int) -> str:
+    def _category(self, primitive: int, has_stack: int) -> str:
         # Scratch memory of worker threads has neither primitive nor stack.
         if primitive:
             return self.primitives[primitive]
-        return LEAF if traceback_id else UNKNOWN
+        return LEAF if has_stack else UNKNOWN
 
     def _meta(
-        self,
-        action: int | str,
-        primitive: int,
-        thread: int,
-        stream: int,
-        buffer_size: int = 0,
+        self, action: int, primitive: int, thread: int, stream: int, buffer_size: int
     ) -> Entry:
-        key = (action, primitive, thread, stream, buffer_size)
-        meta = self._metadata.get(key)
-        if meta is None:
-            name = action if isinstance(action, str) else Action(action).name
-            meta = self._metadata[key] = {
-                "action": name,
-                "primitive": self.primitives[primitive],
-                "thread": thread,
-                "stream": stream,
-            }
-            if buffer_size:
-                meta["buffer_size"] = buffer_size
+        meta = {
+            "action": _ACTIONS[action],
+            "primitive": self.primitives[primitive],
+            "thread": thread,
+            "stream": stream,
+        }
+        if buffer_size:
+            meta["buffer_size"] = buffer_size
         return meta
 
 
-class _Row(NamedTuple):
-    """One known buffer as plain Python numbers."""
+class _Made:
+    """Objects made once per key of integers, for `Shared` columns."""
 
-    addr: int
-    size: int
-    requested: int
-    traceback: int
-    primitive: int
-    state: int
-    thread: int
-    stream: int
+    def __init__(self, make: Callable[..., Any]) -> None:
+        self.objects: list[Any] = []
+        self._make = make
+        self._places: dict[tuple[int, ...], int] = {}
+
+    def place(self, *key: int) -> int:
+        """Return where the object of a key is."""
+        place = self._places.get(key)
+        if place is None:
+            place = self._places[key] = len(self.objects)
+            self.objects.append(self._make(*key))
+        return place
+
+    def places(self, *columns: npt.NDArray[Any]) -> Places:
+        """Return where the object of each row is; columns have shape (n,)."""
+        if not len(columns[0]):
+            return np.empty(0, np.int32)
+        codes, limit = _codes(columns)
+        # Any row of each code will do.
+        rows = np.full(limit, -1, np.int32)
+        rows[codes] = np.arange(len(codes), dtype=np.int32)
+        used = np.flatnonzero(rows >= 0)
+        keys = list(zip(*(c[rows[used]].tolist() for c in columns), strict=True))
+        new = list(itertools.filterfalse(self._places.__contains__, keys))
+        self._places.update(zip(new, itertools.count(len(self.objects)), strict=False))
+        self.objects.extend(itertools.starmap(self._make, new))
+        rows[used] = list(map(self._places.__getitem__, keys))
+        return rows[codes]
 
 
-def _rows(buffers: Records, primitives: int) -> Iterator[_Row]:
-    primitive = buffers["primitive_id"]
-    size = buffers["size"]
-    columns = (
-        buffers["addr"],
-        size,
-        np.minimum(buffers["requested_size"], size),
-        buffers["traceback_id"],
-        np.where(primitive < primitives, primitive, 0),
-        buffers["state"],
-        buffers["thread_id"],
-        buffers["stream"],
-    )
-    return map(_Row._make, zip(*(c.tolist() for c in columns), strict=True))
+def _codes(columns: tuple[npt.NDArray[Any], ...]) -> tuple[Ints, int]:
+    """Give equal rows equal numbers.
+
+    Returns
+    -------
+    codes : ndarray of int64, shape (n,)
+    limit : int
+        One more than the highest code; a few times n at most.
+    """
+    count = len(columns[0])
+    codes = np.zeros(count, np.int64)
+    limit = 1
+    for column in columns:
+        low = column.min()
+        span = int(column.max()) - int(low) + 1
+        more = column - low
+        if span > 4 * count + 1024:
+            span, more = _rank(column)
+        codes = codes * span + more.astype(np.int64)
+        limit *= span
+        if limit > 4 * count + 1024:
+            limit, codes = _rank(codes)
+    return codes, limit
+
+
+def _rank(column: npt.NDArray[Any]) -> tuple[int, npt.NDArray[Any]]:
+    values, codes = np.unique(column, return_inverse=True)
+    return len(values), codes
+
+
+def _owners(rows: Records, owner: int) -> Ints:
+    return np.full(len(rows), owner, np.int64)
+
+
+def _parts(count: int) -> Iterator[slice]:
+    for start in range(0, count, _CHUNK):
+        yield slice(start, min(start + _CHUNK, count))
+
+
+def _merge(tables: tuple[Table, ...], order: Ints) -> Table:
+    """Join tables of the same columns and sort their rows."""
+    merged: dict[str, Any] = {}
+    for key, column in tables[0].items():
+        columns = [table[key] for table in tables]
+        if isinstance(column, Shared):
+            index = np.concatenate([c.index for c in columns])[order]
+            merged[key] = Shared(column.objects, index)
+        elif isinstance(column, np.ndarray):
+            merged[key] = np.concatenate(columns)[order]
+        else:
+            merged[key] = column
+    return merged

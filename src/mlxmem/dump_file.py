@@ -1,0 +1,125 @@
+"""Files that are either there as a whole or not at all, and a sign of life."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pathlib
+import secrets
+import shutil
+import stat
+import sys
+import time
+from collections.abc import Callable
+from typing import BinaryIO
+
+_QUIET_S = 1.0  # a dump that is done by then says nothing
+_EVERY_S = 0.1
+
+
+def replace(
+    path: str | os.PathLike[str], fill: Callable[[BinaryIO], object]
+) -> pathlib.Path:
+    """Write a file so that no half-written one is ever at `path`.
+
+    Parameters
+    ----------
+    path : str or path-like
+        The target; it is replaced if it exists. A device or pipe is written to.
+    fill : callable
+        Writes the content to the open binary file that it gets.
+
+    Returns
+    -------
+    pathlib.Path
+        `path`.
+
+    Raises
+    ------
+    TypeError
+        `path` is no path.
+    OSError
+        The file can't be written. Then, and when `fill` raises, whatever was at
+        `path` is untouched.
+    """
+    if not isinstance(path, (str, os.PathLike)):
+        raise TypeError(f"path must be a str or path-like, not {path!r}")
+    target = pathlib.Path(path)
+    real = pathlib.Path(os.path.realpath(target))  # a link keeps pointing there
+    with contextlib.suppress(FileNotFoundError):
+        mode = real.stat().st_mode
+        if stat.S_ISDIR(mode):
+            raise IsADirectoryError(f"path is a directory: {str(target)!r}")
+        if not stat.S_ISREG(mode):
+            # A rename would put a plain file in the place of /dev/null.
+            with open(real, "wb") as file:
+                fill(file)
+            return target
+    temporary = real.with_name(f".{real.name}.{os.getpid()}.{secrets.token_hex(4)}")
+    try:
+        with open(temporary, "xb") as file:
+            fill(file)
+        os.replace(temporary, real)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            temporary.unlink()
+        raise
+    return target
+
+
+class Progress:
+    """One line on the terminal that goes away again.
+
+    Only where stderr is a terminal, and only after a second. It never raises.
+
+    Parameters
+    ----------
+    path : str or os.PathLike
+        What is being written.
+
+    Attributes
+    ----------
+    total : int
+        Number of steps; 0 = not known yet.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        name = os.path.basename(os.fspath(path))
+        # A name must not send commands to the terminal.
+        self._name = "".join(c if c.isprintable() else "?" for c in name)
+        self.total = 0
+        self._done = 0
+        self._shown = False
+        self._next = time.monotonic() + _QUIET_S
+        stream = sys.stderr
+        self._stream = stream
+        self._wanted = os.environ.get("TERM") != "dumb"
+        try:
+            self._wanted = self._wanted and stream is not None and stream.isatty()
+        except (AttributeError, OSError, ValueError):
+            self._wanted = False
+
+    def __enter__(self) -> Progress:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        if self._shown:
+            self._put("")
+
+    def add(self, steps: int) -> None:
+        """Count steps, and now and then say how far it is."""
+        self._done += steps
+        if self._wanted and time.monotonic() >= self._next:
+            self._next = time.monotonic() + _EVERY_S
+            self._shown = True
+            share = 100 * self._done // self.total if self.total else 0
+            self._put(f"mlxmem: writing {self._name} {share} %")
+
+    def _put(self, line: str) -> None:
+        width = shutil.get_terminal_size().columns
+        try:
+            # Return to the start of the line and clear it.
+            self._stream.write(f"\r\x1b[K{line[: width - 1]}")
+            self._stream.flush()
+        except (AttributeError, OSError, ValueError):
+            self._wanted = self._shown = False
