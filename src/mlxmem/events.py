@@ -262,7 +262,8 @@ def to_array(recording: Recording) -> Records:
         `action` compares with `Action`; `primitive_name` holds str, "" for frees.
     """
     events = recording.events
-    array = np.empty(len(events), EVENT)
+    # np.empty would fill in None, object by object: most of the time of this copy.
+    array = np.zeros(len(events), EVENT)
     for name in EVENT.names or ():
         if name != "primitive_name":
             array[name] = events[name]
