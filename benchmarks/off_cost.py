@@ -3,7 +3,8 @@
 `off_cost_driver.py` runs under valgrind's callgrind, which counts the instructions of
 all threads, function by function. Two processes, equal but for this: in one mlxmem is
 imported, enabled and disabled between two rounds of blocks, in the other it never is.
-So there are three rounds without mlxmem to compare with the one after it.
+So there are three rounds without mlxmem to compare with the one after it. A third
+process leaves mlxmem on: that shows what recording adds.
 
 What is compared is the same machine code; what decides how often parts of it run is
 no property of the operation and differs between any two blocks, with mlxmem or
@@ -38,7 +39,7 @@ from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 
-from off_cost_driver import BLOCKS, operations
+from off_cost_driver import BLOCKS, NEVER, OFF, ON, operations
 
 DRIVER = Path(__file__).with_name("off_cost_driver.py")
 # Operations in a block: a multiple of the 16 tasks in a node of MLX's queue.
@@ -157,13 +158,13 @@ def least(blocks: Iterable[Counts], times: int) -> Count:
     )
 
 
-def count(recorded: bool, times: int, folder: Path) -> dict[tuple[str, str], Count]:
+def count(mode: int, times: int, folder: Path) -> dict[tuple[str, str], Count]:
     """Run the driver under callgrind.
 
     Parameters
     ----------
-    recorded : bool
-        Whether mlxmem is enabled and disabled half-way; else it is never imported.
+    mode : int
+        `NEVER`, `OFF` or `ON`: what becomes of mlxmem half-way.
     times : int
         Operations in a block.
     folder : Path
@@ -180,7 +181,7 @@ def count(recorded: bool, times: int, folder: Path) -> dict[tuple[str, str], Cou
     subprocess.CalledProcessError
         The driver failed; its output is on standard error.
     """
-    out = folder / f"callgrind.{int(recorded)}"
+    out = folder / f"callgrind.{mode}"
     environment = {
         **os.environ,
         "PYTHONHASHSEED": "0",
@@ -202,7 +203,7 @@ def count(recorded: bool, times: int, folder: Path) -> dict[tuple[str, str], Cou
             f"--callgrind-out-file={out}",
             sys.executable,
             str(DRIVER),
-            str(int(recorded)),
+            str(mode),
             str(times),
         ],
         env=environment,
@@ -237,8 +238,9 @@ def main() -> None:
         parser.exit(1, reason + "\n")
 
     with tempfile.TemporaryDirectory() as folder:
-        never = count(False, options.times, Path(folder))
-        once = count(True, options.times, Path(folder))
+        never = count(NEVER, options.times, Path(folder))
+        once = count(OFF, options.times, Path(folder))
+        now = count(ON, options.times, Path(folder))
     python = "{}.{}.{}".format(*sys.version_info[:3])
     print(f"Python {python}, MLX {version('mlx')}, {platform.machine()}")
     print("instructions an operation; steady: see `Count.steady`\n")
@@ -250,13 +252,14 @@ def main() -> None:
             ("never imported, later", never["after", name]),
             ("before the import", once["before", name]),
             ("enabled and disabled", once["after", name]),
+            ("recording", now["after", name]),
         )
         for label, found in rows:
             print(
                 f"  {label:22}{found.total:>14,.3f}{found.steady:>14,.3f}"
                 f"{found.mlxmem:>14,.3f}"
             )
-        # The neighbours with the same past, but for mlxmem.
+        # What differs between the two off rounds with the same past but for mlxmem.
         before, after = never["after", name].functions, once["after", name].functions
         changes = {
             key: after.get(key, 0) - before.get(key, 0) for key in {*before, *after}

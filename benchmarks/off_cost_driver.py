@@ -7,6 +7,7 @@ with start-up and everything else in other ones.
 
     off_cost_driver.py 0 256     # mlxmem is never imported
     off_cost_driver.py 1 256     # it is imported, enabled and disabled half-way
+    off_cost_driver.py 2 256     # it is imported and enabled half-way, and stays on
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import mlx.core as mx
 
 Block = Callable[[int], None]
 
+NEVER, OFF, ON = range(3)  # one digit: all modes start with equal memory
 BLOCKS = 8  # of each operation, before and after
 WARM_UP = 256  # runs of an operation before its blocks
 
@@ -65,22 +67,23 @@ def run_blocks(blocks: dict[str, Block], times: int) -> None:
             mark()
 
 
-def main(recorded: bool, times: int) -> None:
-    """Run all blocks twice; in between, record a little or do nothing."""
+def main(mode: int, times: int) -> None:
+    """Run all blocks twice; in between, do what the mode says."""
     # Never collect, and never come to the point where a collection is considered.
     gc.disable()
     gc.set_threshold(1 << 30)
     blocks = operations()
     run_blocks(blocks, times)
-    if recorded:
+    if mode != NEVER:
         import mlxmem
 
-        mlxmem.enable()
+        mlxmem.enable(max_entries=1_000)
         for block in blocks.values():
             block(WARM_UP)
-        mlxmem.disable()
+        if mode == OFF:
+            mlxmem.disable()
     run_blocks(blocks, times)
 
 
 if __name__ == "__main__":
-    main(sys.argv[1] == "1", int(sys.argv[2]))
+    main(int(sys.argv[1]), int(sys.argv[2]))

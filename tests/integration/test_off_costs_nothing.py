@@ -23,8 +23,8 @@ def counts(tmp_path_factory: pytest.TempPathFactory) -> tuple[Counts, Counts]:
     if reason := off_cost.missing():
         pytest.skip(reason)
     folder = tmp_path_factory.mktemp("callgrind")
-    never = off_cost.count(False, off_cost.TIMES, folder)
-    once = off_cost.count(True, off_cost.TIMES, folder)
+    never = off_cost.count(off_cost.NEVER, off_cost.TIMES, folder)
+    once = off_cost.count(off_cost.OFF, off_cost.TIMES, folder)
     return never, once
 
 
