@@ -22,6 +22,7 @@ import pytest
 from books import HAS_CPU_CACHE, Books
 
 import mlxmem
+from mlxmem._interner import resolve_traceback
 
 SOURCE = Path(__file__).parent / "targets" / "extension.cpp"
 
@@ -44,12 +45,14 @@ class Extension:
         self.eval = without.probe_eval
         self.error = without.probe_error
         self.buffer = without.probe_buffer
+        self.node = without.probe_node
         self.note_malloc = without.probe_note_malloc
         self.prepare_failures = without.probe_prepare_failures
         self.fail_malloc = without.probe_fail_malloc
-        for function in (self.make, self.bypass, self.weak_copy, self.buffer):
+        pointers = (self.weak_copy, self.buffer, self.node)  # of an array
+        for function in (self.make, self.bypass, *pointers):
             function.restype = ctypes.c_void_p
-        for function in (self.weak_copy, self.drop, self.eval, self.buffer):
+        for function in (self.drop, self.eval, *pointers):
             function.argtypes = [ctypes.c_void_p]
         self.eval.restype = ctypes.c_float
         self.error.restype = ctypes.c_char_p
@@ -151,6 +154,59 @@ def test_its_exception_passes_and_leaves_nothing_behind(
     names = [event["primitive_name"] for event in books.allocs()[before:]]
     assert names[0] == ""
     assert "ProbeFill" not in names
+
+
+# Two words of an array's node that MLX never writes: the id of the stack, and a tag.
+STACK_ID, TAG = 364, 220
+
+
+def word(node: int, offset: int) -> ctypes.c_uint32:
+    return ctypes.c_uint32.from_address(node + offset)
+
+
+def tag_for(node: int, other: int) -> int:
+    """The tag that a node has in the session in which another one was made.
+
+    A tag is the session's number, scattered, with the node's address mixed in.
+    """
+    return word(other, TAG).value ^ (other >> 4 & 0xFFFFFFFF) ^ (node >> 4 & 0xFFFFFFFF)
+
+
+@pytest.mark.parametrize("tag", ["this session's", "an old session's", "a copy", "0"])
+def test_a_valid_id_in_a_nodes_memory_is_no_stack(
+    extension: Extension, tag: str
+) -> None:
+    # GIVEN a node of an old session, and one made while nothing was recorded
+    with Books():
+        old = extension.make(10, 0)
+        assert word(extension.node(old), STACK_ID).value > 0
+    lazy = extension.make(331, 0)
+    with Books() as books:
+        # GIVEN memory of the latter that by chance holds an id which is valid now
+        new = extension.make(10, 0)
+        node, recorded = extension.node(lazy), extension.node(new)
+        stack_id = word(recorded, STACK_ID).value
+        assert resolve_traceback(stack_id) is not None
+        word(node, STACK_ID).value = stack_id
+        word(node, TAG).value = {
+            "this session's": tag_for(node, recorded),
+            "an old session's": tag_for(node, extension.node(old)),
+            "a copy": word(recorded, TAG).value,
+            "0": 0,
+        }[tag]
+
+        # WHEN it is evaluated
+        assert extension.eval(lazy) == 7 * 331
+
+        # THEN its allocations have no stack. (The first case is the control: with
+        # the right tag, which chance would have to hit, they have that one.)
+        stacks = [event["traceback"] for event in probe_allocs(books)]
+        if tag == "this session's":
+            assert stacks == [resolve_traceback(stack_id)] * 2
+        else:
+            assert stacks == [None, None]
+        for handle in (old, lazy, new):
+            extension.drop(handle)
 
 
 @pytest.mark.parametrize("when", ["before", "while recording"])

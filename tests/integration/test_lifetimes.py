@@ -33,17 +33,51 @@ def clean(done: subprocess.CompletedProcess[str]) -> None:
 
 @pytest.mark.parametrize("mode", ["quiet", "evaluating"])
 def test_a_forked_child_starts_with_recording_off(mode: str) -> None:
-    clean(run("fork_child.py", mode))
+    # GIVEN a process that records, with threads that evaluate or without
+
+    # WHEN it forks, and each child begins a session of its own
+    done = run("fork_child.py", mode)
+
+    # THEN the children saw recording off and then their own events, and none hung
+    clean(done)
 
 
 def test_multiprocessing_with_fork() -> None:
-    clean(run("multiprocessing_fork.py"))
+    # GIVEN a process that records
+
+    # WHEN a pool forks workers that record, too
+    done = run("multiprocessing_fork.py")
+
+    # THEN each worker has its own books, and the parent's session goes on
+    clean(done)
 
 
 @pytest.mark.parametrize("situation", [f.__name__ for f in SITUATIONS])
 def test_the_interpreter_ends_cleanly_while_recording(situation: str) -> None:
-    clean(run("exit_while_recording.py", situation))
+    # GIVEN arrays in an awkward place, in a process that records
+
+    # WHEN its interpreter ends
+    done = run("exit_while_recording.py", situation)
+
+    # THEN it does so without an error or a word
+    clean(done)
 
 
 def test_enable_and_disable_while_others_evaluate() -> None:
-    clean(run("toggle_while_evaluating.py"))
+    # GIVEN threads that evaluate the same again and again
+
+    # WHEN another one, and then several at once, turn recording on and off
+    done = run("toggle_while_evaluating.py")
+
+    # THEN no result changed, and a session begun afterwards balances
+    clean(done)
+
+
+def test_a_session_that_begins_under_load_balances() -> None:
+    # GIVEN threads that allocate, free and evaluate without a pause
+
+    # WHEN sessions begin in the midst of that
+    done = run("enable_under_load.py")
+
+    # THEN the books of each equal MLX's counters once the threads pause
+    clean(done)

@@ -182,6 +182,11 @@ const char* probe_error() {
   return error;
 }
 
+// The array's node, mx::array::ArrayDesc.
+void* probe_node(void* handle) {
+  return reinterpret_cast<void*>(static_cast<mx::array*>(handle)->id());
+}
+
 void probe_drop(void* handle) {
   delete static_cast<mx::array*>(handle);
 }
