@@ -1,5 +1,7 @@
 #include "attach.h"
 
+#include <dlfcn.h>
+
 #include <algorithm>
 #include <cstring>
 #include <mutex>
@@ -109,35 +111,31 @@ const Import kImports[] = {
 
 #undef MLXMEM_IMPORT
 
-// Adds the patches of one image's import slots, if it uses MLX at all.
+// Adds the patches of one image's import slots.
 void add_imports(const MlxCore& mlx, const Image& image) {
   struct Found {
     const Import* import;
     void** slot;
   };
   std::vector<Found> found;
-  bool uses_mlx = image.base() == mlx.image.base();
   image.for_each_import([&](const char* name, void** slot) {
-    uses_mlx = uses_mlx || std::strncmp(name, "_ZN3mlx4core", 12) == 0;
     for (auto& import : kImports) {
       if (std::strcmp(name, import.symbol) == 0) {
         found.push_back({&import, slot});
       }
     }
   });
-  if (!uses_mlx) {
-    return;
-  }
   for (auto& [import, slot] : found) {
     if (patches().contains(slot)) {
       continue;
     }
     void* target = *slot;
-    if (import->in_mlx) {
-      *import->original = required_symbol(mlx.image, import->symbol);
-    } else if (!*import->original) {
-      *import->original = target;
-    }
+    *import->original = import->in_mlx
+        ? required_symbol(mlx.image, import->symbol)
+        : dlsym(RTLD_DEFAULT, import->symbol);
+    require(
+        *import->original,
+        std::string("the process does not define ") + import->symbol);
     // A slot that was never called through still points into its own image.
     require(
         target == *import->original || image.contains(target),
@@ -194,13 +192,17 @@ void add_allocator(const MlxCore& mlx) {
 
 bool attached = false;
 MlxCore attached_mlx;
-std::vector<uintptr_t> seen_images;
 
-void remember(const std::vector<Image>& images) {
-  seen_images.clear();
-  for (auto& image : images) {
-    seen_images.push_back(image.base());
-  }
+// Libraries that define or use MLX's core, and this one.
+std::vector<Image> images_of_mlx() {
+  return Image::loaded([](const Image& image) {
+    bool wanted = image.symbol(abi::kAllocatorSymbol) ||
+        image.contains(reinterpret_cast<void*>(&probes::malloc));
+    image.for_each_import([&](const char* name, void**) {
+      wanted = wanted || std::strncmp(name, "_ZN3mlx4core", 12) == 0;
+    });
+    return wanted;
+  });
 }
 
 MemoryRange own_code(const std::vector<Image>& images) {
@@ -214,15 +216,11 @@ MemoryRange own_code(const std::vector<Image>& images) {
 }
 
 size_t patch_new_images() {
-  auto images = Image::loaded();
+  patches().drop_unloaded(Image::loaded_bases());
   size_t before = patches().applied().size();
-  for (auto& image : images) {
-    if (std::find(seen_images.begin(), seen_images.end(), image.base()) ==
-        seen_images.end()) {
-      add_image(attached_mlx, image);
-    }
+  for (auto& image : images_of_mlx()) {
+    add_image(attached_mlx, image);
   }
-  remember(images);
   patches().apply();
   return patches().applied().size() - before;
 }
@@ -239,7 +237,7 @@ void patch_class_of_node(void** vtable) {
   }
   try {
     patch_new_images();
-    for (auto& image : Image::loaded()) {
+    for (auto& image : images_of_mlx()) {
       if (image.contains(vtable) && image.is_code(vtable[abi::kEvalCpu]) &&
           image.is_code(vtable[abi::kEvalGpu])) {
         add_class(attached_mlx, image, vtable);
@@ -262,7 +260,7 @@ void attach() {
   if (attached) {
     return;
   }
-  auto images = Image::loaded();
+  auto images = images_of_mlx();
   MlxCore mlx = check_mlx_core(images);
   try {
     for (auto& image : images) {
@@ -277,7 +275,6 @@ void attach() {
   }
   attached_mlx = mlx;
   attached = true;
-  remember(images);
 }
 
 std::string detach() {
@@ -285,9 +282,17 @@ std::string detach() {
   if (!attached) {
     return "";
   }
-  std::string changed = patches().undo();
+  std::string changed = patches().undo(Image::loaded_bases());
   attached = false;
   return changed;
+}
+
+void detach_in_child(const std::vector<uintptr_t>& loaded_bases) {
+  std::lock_guard<std::mutex> lock(attach_mutex());
+  if (attached) {
+    patches().undo(loaded_bases);
+    attached = false;
+  }
 }
 
 bool is_attached() {

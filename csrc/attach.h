@@ -18,6 +18,10 @@ void attach();
 // Restores every word. Returns what could not be restored, empty when all was.
 std::string detach();
 
+// The same in a child of fork(), where another thread may have held the
+// loader's lock: the images are those that were loaded before it.
+void detach_in_child(const std::vector<uintptr_t>& loaded_bases);
+
 bool is_attached();
 
 // Patches the libraries that were loaded since the last call. Returns how many

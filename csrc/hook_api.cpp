@@ -9,6 +9,7 @@
 
 #include "attach.h"
 #include "cache_returns.h"
+#include "image.h"
 #include "primitive_names.h"
 #include "probes.h"
 
@@ -24,8 +25,13 @@ void write_text(const std::string& text, char* out, size_t size) {
 
 // A child of fork() has one thread, and no session: it must find every lock
 // free and MLX as it was before the attach.
+std::vector<uintptr_t>* images_before_fork = nullptr;
+
 void before_fork() {
+  bool attached = is_attached();
+  auto images = attached ? Image::loaded_bases() : std::vector<uintptr_t>();
   lock_attach();
+  images_before_fork->swap(images);
   lock_books();
   lock_primitive_names();
   lock_cache_returns();
@@ -41,10 +47,17 @@ void unlock_all() {
 void in_child() {
   unlock_all();
   reset_after_fork();
-  detach();
+  try {
+    detach_in_child(*images_before_fork);
+  } catch (const std::exception&) {
+    // The probes stay, and pass through: nothing records in this process.
+  }
 }
 
 void handle_forks() {
+  if (!images_before_fork) {
+    images_before_fork = new std::vector<uintptr_t>;
+  }
   static int registered = pthread_atfork(before_fork, unlock_all, in_child);
   (void)registered;
 }

@@ -5,6 +5,7 @@
 
 #include <cstdint>
 #include <functional>
+#include <memory>
 #include <string>
 #include <vector>
 
@@ -21,8 +22,13 @@ struct MemoryRange {
 
 class Image {
  public:
-  // Every image of the process, in load order.
-  static std::vector<Image> loaded();
+  // The images for which wanted(image) holds, in load order. They stay loaded
+  // as long as their Image objects live.
+  static std::vector<Image> loaded(
+      const std::function<bool(const Image&)>& wanted);
+
+  // Where every image of the process lies.
+  static std::vector<uintptr_t> loaded_bases();
 
   const std::string& path() const {
     return path_;
@@ -56,7 +62,11 @@ class Image {
  private:
   friend class ImageReader;
 
+  // False when it is gone.
+  bool keep_loaded();
+
   std::string path_;
+  std::shared_ptr<void> handle_;
   uintptr_t base_ = 0;
   std::vector<MemoryRange> mapped_;
   std::vector<MemoryRange> code_;

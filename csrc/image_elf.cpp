@@ -1,5 +1,6 @@
 #include "image.h"
 
+#include <dlfcn.h>
 #include <elf.h>
 #include <link.h>
 
@@ -30,13 +31,20 @@ uint32_t gnu_hash(const char* name) {
 
 class ImageReader {
  public:
-  static int add(dl_phdr_info* info, size_t, void* images) {
+  explicit ImageReader(const std::function<bool(const Image&)>& wanted)
+      : wanted_(wanted) {}
+
+  // Runs while the loader's lock keeps the image where it is.
+  static int add(dl_phdr_info* info, size_t, void* self) {
+    auto& reader = *static_cast<ImageReader*>(self);
     Image image;
-    if (read(*info, &image)) {
-      static_cast<std::vector<Image>*>(images)->push_back(std::move(image));
+    if (read(*info, &image) && reader.wanted_(image)) {
+      reader.images.push_back(std::move(image));
     }
     return 0;
   }
+
+  std::vector<Image> images;
 
  private:
   static bool read(const dl_phdr_info& info, Image* image) {
@@ -95,12 +103,44 @@ class ImageReader {
     }
     return image->symbols_ && image->names_;
   }
+
+  const std::function<bool(const Image&)>& wanted_;
 };
 
-std::vector<Image> Image::loaded() {
-  std::vector<Image> images;
-  dl_iterate_phdr(ImageReader::add, &images);
-  return images;
+std::vector<Image> Image::loaded(
+    const std::function<bool(const Image&)>& wanted) {
+  ImageReader reader(wanted);
+  dl_iterate_phdr(ImageReader::add, &reader);
+  std::vector<Image> kept;
+  for (auto& image : reader.images) {
+    if (image.keep_loaded()) {
+      kept.push_back(std::move(image));
+    }
+  }
+  return kept;
+}
+
+std::vector<uintptr_t> Image::loaded_bases() {
+  std::vector<uintptr_t> bases;
+  dl_iterate_phdr(
+      [](dl_phdr_info* info, size_t, void* out) {
+        static_cast<std::vector<uintptr_t>*>(out)->push_back(info->dlpi_addr);
+        return 0;
+      },
+      &bases);
+  return bases;
+}
+
+bool Image::keep_loaded() {
+  void* handle =
+      dlopen(path_.empty() ? nullptr : path_.c_str(), RTLD_NOLOAD | RTLD_LAZY);
+  if (!handle) {
+    return false;
+  }
+  handle_.reset(handle, dlclose);
+  link_map* map = nullptr;
+  // Another load of the same file may have taken its place.
+  return dlinfo(handle, RTLD_DI_LINKMAP, &map) == 0 && map->l_addr == base_;
 }
 
 bool Image::contains(const void* address) const {

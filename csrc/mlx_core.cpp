@@ -63,7 +63,8 @@ void check_allocator(MlxCore& mlx) {
   auto vtable = static_cast<void**>(*mlx.allocator);
   require(
       mlx.image.contains(vtable),
-      "the allocator's vtable does not lie in libmlx");
+      "the allocator's vtable does not lie in libmlx (has another tool, or "
+      "another copy of mlxmem, patched it?)");
   auto type = type_of_vtable(vtable);
   mlx.allocator_type = type;
   auto base = static_cast<const TypeInfo*>(

@@ -9,8 +9,6 @@
 #include <cstdio>
 #include <cstring>
 
-#include "image.h"
-
 namespace mlxmem {
 
 namespace {
@@ -26,7 +24,8 @@ std::vector<Mapping> memory_mappings() {
   std::vector<Mapping> mappings;
   FILE* maps = std::fopen("/proc/self/maps", "re");
   if (!maps) {
-    return mappings;
+    throw AttachError(
+        std::string("/proc/self/maps cannot be read: ") + std::strerror(errno));
   }
   char line[512];
   bool line_start = true;
@@ -60,32 +59,44 @@ int protection_of(const std::vector<Mapping>& mappings, uintptr_t address) {
   return (next - 1)->protection;
 }
 
+// Notes the protection of each word's page, as it is before a patch.
+void read_protections(std::vector<Patch>* patches) {
+  auto mappings = memory_mappings();
+  for (auto& patch : *patches) {
+    patch.protection =
+        protection_of(mappings, reinterpret_cast<uintptr_t>(patch.address));
+    if (patch.protection < 0) {
+      throw AttachError(patch.what + " is not mapped");
+    }
+  }
+}
+
 // Makes the pages of some words writable while it lives. Neighbouring pages are
 // treated together, so that a section of vtables costs two system calls.
 class WritablePages {
  public:
   explicit WritablePages(const std::vector<Patch>& patches) {
     size_t page = sysconf(_SC_PAGESIZE);
-    std::vector<uintptr_t> pages;
+    std::vector<Run> pages;
     for (auto& patch : patches) {
-      pages.push_back(reinterpret_cast<uintptr_t>(patch.address) / page * page);
-    }
-    std::sort(pages.begin(), pages.end());
-    pages.erase(std::unique(pages.begin(), pages.end()), pages.end());
-    auto mappings = memory_mappings();
-    for (auto begin : pages) {
-      int before = protection_of(mappings, begin);
-      if (before < 0) {
-        throw AttachError("the protection of a page cannot be read");
+      if (!(patch.protection & PROT_WRITE)) {
+        auto begin = reinterpret_cast<uintptr_t>(patch.address) / page * page;
+        pages.push_back({begin, begin + page, patch.protection});
       }
-      if (before & PROT_WRITE) {
+    }
+    std::sort(pages.begin(), pages.end(), [](const Run& a, const Run& b) {
+      return a.begin < b.begin;
+    });
+    for (auto& next : pages) {
+      auto* last = changed_.empty() ? nullptr : &changed_.back();
+      if (last && next.begin < last->end) {
         continue;
       }
-      if (!changed_.empty() && changed_.back().protection == before &&
-          changed_.back().end == begin) {
-        changed_.back().end = begin + page;
+      if (last && next.begin == last->end &&
+          next.protection == last->protection) {
+        last->end = next.end;
       } else {
-        changed_.push_back({begin, begin + page, before});
+        changed_.push_back(next);
       }
     }
     for (size_t i = 0; i < changed_.size(); ++i) {
@@ -146,6 +157,7 @@ void PatchSet::apply() {
   if (patches.empty()) {
     return;
   }
+  read_protections(&patches);
   applied_.reserve(applied_.size() + patches.size());
   WritablePages writable(patches);
   for (size_t i = 0; i < patches.size(); ++i) {
@@ -163,21 +175,20 @@ void PatchSet::apply() {
   }
 }
 
-std::string PatchSet::undo() {
-  std::vector<uintptr_t> bases;
-  for (auto& image : Image::loaded()) {
-    bases.push_back(image.base());
-  }
+void PatchSet::drop_unloaded(const std::vector<uintptr_t>& loaded_bases) {
+  auto gone = [&](const Patch& patch) {
+    return patch.image_base != 0 &&
+        (std::find(
+             loaded_bases.begin(), loaded_bases.end(), patch.image_base) ==
+             loaded_bases.end() ||
+         load(patch.address) == patch.original);
+  };
   applied_.erase(
-      std::remove_if(
-          applied_.begin(),
-          applied_.end(),
-          [&](const Patch& patch) {
-            return patch.image_base != 0 &&
-                std::find(bases.begin(), bases.end(), patch.image_base) ==
-                bases.end();
-          }),
-      applied_.end());
+      std::remove_if(applied_.begin(), applied_.end(), gone), applied_.end());
+}
+
+std::string PatchSet::undo(const std::vector<uintptr_t>& loaded_bases) {
+  drop_unloaded(loaded_bases);
   std::string changed;
   WritablePages writable(applied_);
   for (auto patch = applied_.rbegin(); patch != applied_.rend(); ++patch) {

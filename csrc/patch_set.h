@@ -22,6 +22,7 @@ struct Patch {
   void* replacement;
   uintptr_t image_base; // 0: heap or static memory that is never unloaded
   std::string what; // for messages
+  int protection = 0; // of its page before it was patched; apply() sets it
 };
 
 class PatchSet {
@@ -40,8 +41,13 @@ class PatchSet {
 
   // Puts every original back and reads it again. A word that somebody else
   // has changed meanwhile is left alone and named in the returned text; empty
-  // when all is as before. Words of images that were unloaded are skipped.
-  std::string undo();
+  // when all is as before. Words of images that are no longer loaded are
+  // skipped. Opens no file and asks the loader nothing: a forked child may not.
+  std::string undo(const std::vector<uintptr_t>& loaded_bases);
+
+  // Forgets words of images that are gone, also where another image came to
+  // lie at the same place.
+  void drop_unloaded(const std::vector<uintptr_t>& loaded_bases);
 
   bool contains(void* const* address) const;
   const std::vector<Patch>& applied() const {
