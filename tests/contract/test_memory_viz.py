@@ -101,6 +101,17 @@ RECORDINGS = {
 }
 
 
+def test_the_script_is_of_the_torch_that_the_contract_was_read_from() -> None:
+    # Of a script outside of a torch nobody knows the version; whoever names it does.
+    assert SCRIPT is not None
+    version = SCRIPT.parents[1] / "version.py"
+    if not version.exists():
+        pytest.skip(f"{SCRIPT} does not lie in a torch")
+    names: dict[str, Any] = {}
+    exec(version.read_text(), names)
+    assert re.match(r"2\.13\.", names["__version__"]), names["__version__"]
+
+
 @pytest.mark.parametrize("name", RECORDINGS)
 @pytest.mark.parametrize(
     ("command", "options"),
