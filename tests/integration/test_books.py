@@ -46,19 +46,29 @@ def test_an_honest_recording_balances(sound: tuple[Recording, Counters]) -> None
 def test_a_dropped_event_is_found(
     sound: tuple[Recording, Counters], position: float
 ) -> None:
+    # GIVEN
     recording, counters = sound
+
+    # WHEN one event is taken out
     count = len(recording.events)
     index = int(position * count) if 0 < position < 1 else int(position)
     tampered = changed(recording, np.delete(recording.events, index))
+
+    # THEN
     with pytest.raises(AssertionError):
         check(tampered, counters)
 
 
 def test_an_event_twice_is_found(sound: tuple[Recording, Counters]) -> None:
+    # GIVEN
     recording, counters = sound
+
+    # WHEN one event is put in twice
     index = pick(recording, Action.AllocNew)
     event = recording.events[index]
     tampered = changed(recording, np.insert(recording.events, index, event))
+
+    # THEN
     with pytest.raises(AssertionError):
         check(tampered, counters)
 
@@ -96,13 +106,18 @@ def edit_stream(events: Records, i: int) -> None:
 def test_a_changed_event_is_found(
     sound: tuple[Recording, Counters], edit: Callable[[Records, int], None], kind: str
 ) -> None:
+    # GIVEN an allocation, or a free as this MLX does it
     recording, counters = sound
     seen = set(recording.events["action"].tolist())
     freed = Action.FreeActiveToCache
     if freed not in seen:
         freed = Action.FreeActiveToOS
     events = recording.events.copy()
+
+    # WHEN one of its fields is another
     edit(events, pick(recording, Action.AllocNew if kind == "alloc" else freed))
+
+    # THEN
     with pytest.raises(AssertionError):
         check(changed(recording, events), counters)
 
@@ -110,11 +125,15 @@ def test_a_changed_event_is_found(
 def test_a_free_that_names_another_owner_is_found(
     sound: tuple[Recording, Counters],
 ) -> None:
+    # GIVEN
     recording, counters = sound
     for name in ("traceback_id", "primitive_id"):
+        # WHEN a free names another stack or operation than its allocation
         events = recording.events.copy()
         frees = np.flatnonzero(np.isin(events["action"], (3, 4)))
         events[name][frees[len(frees) // 2]] += 1
+
+        # THEN
         with pytest.raises(AssertionError):
             check(changed(recording, events), counters)
 
@@ -123,23 +142,31 @@ def test_a_free_that_names_another_owner_is_found(
 def test_a_counter_that_is_off_by_a_byte_is_found(
     sound: tuple[Recording, Counters], name: str
 ) -> None:
+    # GIVEN
     recording, counters = sound
+
+    # WHEN MLX's counter, or the recording's, is one more
     wrong = counters._replace(**{name: getattr(counters, name) + 1})
+    total = getattr(recording, name) + 1
+    tampered = dataclasses.replace(recording, **{name: total})
+
+    # THEN
     with pytest.raises(AssertionError):
         check(recording, wrong)
-    total = getattr(recording, name) + 1
     with pytest.raises(AssertionError):
-        check(dataclasses.replace(recording, **{name: total}), counters)
+        check(tampered, counters)
 
 
 def test_a_reset_that_was_not_noted_is_found() -> None:
-    books = Books()
-    with books:
+    with Books() as books:
+        # GIVEN a large array, a reset, and a small one
         mx.eval(mx.random.normal((500, 500)))
         mx.reset_peak_memory()
         mx.eval(mx.random.normal((5, 5)))
         recording, counters = books.read()
         assert len(books.resets) == 1
+
+        # WHEN / THEN the peak is right with the reset, and wrong without it
         check(recording, counters, books.resets)
         with pytest.raises(AssertionError):
             check(recording, counters)

@@ -20,10 +20,15 @@ def sizes(path: Path) -> list[int]:
 
 
 def test_context_manager_dumps(tmp_path: Path) -> None:
+    # GIVEN
     path = tmp_path / "out.pickle"
+
+    # WHEN
     with mlxmem.record(path):
         assert mlxmem.is_enabled()
         keep = mx.array([1] * 101)
+
+    # THEN
     assert not mlxmem.is_enabled()
     assert 404 in sizes(path)
     del keep
@@ -32,23 +37,32 @@ def test_context_manager_dumps(tmp_path: Path) -> None:
 def test_without_a_path_it_only_collects(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    # GIVEN
     monkeypatch.chdir(tmp_path)
+
+    # WHEN
     with mlxmem.record():
         keep = mx.array([1] * 103)
+
+    # THEN
     assert list(tmp_path.iterdir()) == []
     assert 412 in [event["requested_size"] for event in mlxmem.events()]
     del keep
 
 
 def test_dumps_also_when_the_body_raised(tmp_path: Path) -> None:
+    # GIVEN
     path = tmp_path / "out.pickle"
 
     def body() -> None:
         keep = mx.array([1] * 107)
         raise KeyError(keep.size)
 
+    # WHEN
     with pytest.raises(KeyError) as caught, mlxmem.record(path):
         body()
+
+    # THEN
     assert caught.value.args == (107,)
     assert 428 in sizes(path)
     assert not mlxmem.is_enabled()
@@ -79,13 +93,19 @@ def test_a_failing_dump_does_not_hide_the_bodys_error(tmp_path: Path) -> None:
 
 
 def test_a_failing_dump_is_an_error(tmp_path: Path) -> None:
+    # GIVEN a place that can't be written
+
+    # WHEN
     with pytest.raises(FileNotFoundError), mlxmem.record(tmp_path / "no" / "out"):
         mx.array([1])
+
+    # THEN
     assert not mlxmem.is_enabled()
     assert mlxmem.events()
 
 
 def test_decorator(tmp_path: Path) -> None:
+    # GIVEN
     path = tmp_path / "out.pickle"
 
     @mlxmem.record(path, max_entries=0)
@@ -96,14 +116,23 @@ def test_decorator(tmp_path: Path) -> None:
 
     assert (build.__name__, build.__doc__) == ("build", "Builds.")
     assert not mlxmem.is_enabled()
+
+    # WHEN
     assert build(109).size == 109
+
+    # THEN
     assert 436 in sizes(path)
-    assert build(113, twice=True).size == 226  # the second call dumps anew
+
+    # WHEN it is called again
+    assert build(113, twice=True).size == 226
+
+    # THEN that call alone is dumped
     assert {452, 904} <= set(sizes(path))
     assert 436 not in sizes(path)
 
 
 def test_decorator_dumps_also_when_the_function_raised(tmp_path: Path) -> None:
+    # GIVEN
     path = tmp_path / "out.pickle"
 
     @mlxmem.record(path)
@@ -111,23 +140,31 @@ def test_decorator_dumps_also_when_the_function_raised(tmp_path: Path) -> None:
         mx.array([1] * 127)
         raise ValueError("broken")
 
+    # WHEN
     with pytest.raises(ValueError, match="broken"):
         broken()
+
+    # THEN
     assert 508 in sizes(path)
 
 
 def test_options_reach_enable() -> None:
+    # WHEN
     with mlxmem.record(max_entries=5, stacks=False):
         keep = [mx.array([n]) for n in range(20)]
+
+        # THEN
         assert len(mlxmem.events()) == 5
         assert {event["traceback"] for event in mlxmem.events()} == {None}
     del keep
 
 
 def test_a_generator_cannot_be_decorated() -> None:
+    # GIVEN a function whose body runs after its call
     def generate() -> Any:
         yield mx.array([1])
 
+    # WHEN / THEN
     with pytest.raises(TypeError, match="generate"):
         mlxmem.record()(generate)
 
@@ -152,10 +189,15 @@ def test_inside_a_running_session_it_only_dumps(tmp_path: Path) -> None:
 
 
 def test_inside_enable_it_stops_nothing(tmp_path: Path) -> None:
+    # GIVEN
     mlxmem.enable()
     first = mx.array([1] * 149)
+
+    # WHEN
     with mlxmem.record(tmp_path / "out.pickle"):
         pass
+
+    # THEN
     assert mlxmem.is_enabled()
     assert 596 in sizes(tmp_path / "out.pickle")
     del first
