@@ -16,6 +16,7 @@ from mlxmem.fork_api import (
     record_memory_events,
     to_snapshot,
 )
+from mlxmem.record_block import record
 from mlxmem.recorder import (
     Stats,
     disable,
@@ -24,7 +25,6 @@ from mlxmem.recorder import (
     events,
     events_array,
     is_enabled,
-    record,
     snapshot,
     stats,
 )

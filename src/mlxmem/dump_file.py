@@ -17,6 +17,24 @@ _QUIET_S = 1.0  # a dump that is done by then says nothing
 _EVERY_S = 0.1
 
 
+def check_path(path: str | os.PathLike[str]) -> str:
+    """Return a path as text.
+
+    Raises
+    ------
+    TypeError
+        `path` is no path, or one of bytes.
+    ValueError
+        `path` is empty or has a NUL in it.
+    """
+    text = os.fspath(path) if isinstance(path, (str, os.PathLike)) else None
+    if not isinstance(text, str):
+        raise TypeError(f"path must be a str or path-like, not {path!r}")
+    if not text or "\0" in text:
+        raise ValueError(f"path must name a file, not {path!r}")
+    return text
+
+
 def replace(
     path: str | os.PathLike[str], fill: Callable[[BinaryIO], object]
 ) -> pathlib.Path:
@@ -42,27 +60,32 @@ def replace(
         The file can't be written. Then, and when `fill` raises, whatever was at
         `path` is untouched.
     """
-    if not isinstance(path, (str, os.PathLike)):
-        raise TypeError(f"path must be a str or path-like, not {path!r}")
+    check_path(path)
     target = pathlib.Path(path)
-    real = pathlib.Path(os.path.realpath(target))  # a link keeps pointing there
+    mode = None
     with contextlib.suppress(FileNotFoundError):
-        mode = real.stat().st_mode
+        mode = target.stat().st_mode
         if stat.S_ISDIR(mode):
             raise IsADirectoryError(f"path is a directory: {str(target)!r}")
         if not stat.S_ISREG(mode):
             # A rename would put a plain file in the place of /dev/null.
-            with open(real, "wb") as file:
+            with open(target, "wb") as file:
                 fill(file)
             return target
-    temporary = real.with_name(f".{real.name}.{os.getpid()}.{secrets.token_hex(4)}")
+    real = pathlib.Path(os.path.realpath(target))  # a link keeps pointing there
+    # A short name: the target's may be as long as the file system allows.
+    temporary = real.with_name(f".mlxmem-{os.getpid()}-{secrets.token_hex(4)}")
     try:
         with open(temporary, "xb") as file:
+            if mode is not None:
+                os.fchmod(file.fileno(), stat.S_IMODE(mode))
             fill(file)
         os.replace(temporary, real)
-    except BaseException:
+    except BaseException as error:
         with contextlib.suppress(OSError):
             temporary.unlink()
+        if isinstance(error, OSError) and error.filename == str(temporary):
+            error.filename = str(target)  # the one that the caller knows
         raise
     return target
 

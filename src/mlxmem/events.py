@@ -133,6 +133,8 @@ class Recording:
         Events that fell out of the ring.
     max_entries : int
         Size of the ring in events, 0 = unlimited.
+    stacks : bool
+        Whether stacks were captured.
     resolve : callable
         Traceback id -> frames, outermost first, or None.
     settings : mapping
@@ -151,6 +153,7 @@ class Recording:
     start_us: int = 0
     dropped: int = 0
     max_entries: int = 0
+    stacks: bool = True
     resolve: Callable[[int], list[Frame] | None] = no_stacks
     settings: Mapping[str, Setting] = field(default_factory=dict)
 

@@ -1,17 +1,14 @@
-"""Record a session: enable, disable, record, and what was recorded."""
+"""A recording session: enable, disable, and what was recorded."""
 
 from __future__ import annotations
 
 import contextlib
 import functools
-import inspect
 import os
 import pathlib
 import threading
-import warnings
-from collections.abc import Callable
-from types import TracebackType
-from typing import Any, TypedDict, TypeVar, cast
+from collections.abc import Iterator
+from typing import Any, TypedDict
 
 import numpy as np
 
@@ -26,8 +23,6 @@ from mlxmem.events import (
     decode,
     to_array,
 )
-
-_Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
 class Stats(TypedDict):
@@ -49,7 +44,9 @@ class Stats(TypedDict):
 # it too. Never held while user code runs.
 _lock = threading.RLock()
 _session_pid: int | None = None  # the process whose session the hook holds
+_session = 0  # how many were begun
 _stacks = True  # whether that session captures stacks
+_in_transition = False  # inside enable() or disable()
 
 
 def enable(max_entries: int = 100_000, *, stacks: bool = True) -> None:
@@ -76,10 +73,10 @@ def enable(max_entries: int = 100_000, *, stacks: bool = True) -> None:
     ImportError
         MLX is not installed, or has no backend.
     """
-    global _session_pid, _stacks
-    max_entries = _check_options(max_entries, stacks=stacks)
+    global _session_pid, _session, _stacks
+    max_entries = check_options(max_entries, stacks=stacks)
     mx = _import_mlx()
-    with _lock:
+    with _transition():
         running = is_enabled()
         try:
             _hook.attach(mx.__version__)
@@ -96,6 +93,7 @@ def enable(max_entries: int = 100_000, *, stacks: bool = True) -> None:
                 _undo()
             raise
         _session_pid = os.getpid()
+        _session += 1
         _stacks = stacks
 
 
@@ -107,9 +105,10 @@ def disable() -> None:
     Raises
     ------
     RuntimeError
-        Another tool changed, after enable(), a word that had to be restored.
+        Another tool changed, after enable(), a word that had to be restored; or a
+        signal handler called this in the middle of enable().
     """
-    with _lock:
+    with _transition():
         _hook.stop_session()
         _undo()
 
@@ -120,101 +119,6 @@ def is_enabled() -> bool:
     A forked child starts without one.
     """
     return _hook.is_enabled()
-
-
-class record(contextlib.ContextDecorator):  # noqa: N801 - used like a function
-    """Record the body of a `with` block, or each call of a function.
-
-    On the way out, also when the body raised, recording stops and the snapshot is
-    dumped; a dump that fails then is a warning, and the body's exception goes on.
-    Inside a running session it starts none of its own and stops none: it dumps that
-    session at its end.
-
-    Parameters
-    ----------
-    path : str or os.PathLike, optional
-        Where to dump; without it the events stay for `events()` and `snapshot()`.
-    **options
-        Those of `enable`; inside a running session they have no effect.
-
-    Raises
-    ------
-    TypeError, ValueError
-        An argument is bad; the message names it. Nothing was started.
-
-    Examples
-    --------
-    >>> with mlxmem.record("out.pickle"):
-    ...     train()
-    """
-
-    def __init__(
-        self, path: str | os.PathLike[str] | None = None, **options: Any
-    ) -> None:
-        if path is not None:
-            _check_path(path)
-        _check_options(**options)
-        self.path = path
-        self.options = options
-        self._pid: int | None = None
-        self._started = False
-
-    def __enter__(self) -> record:
-        self._started = not is_enabled()
-        if self._started:
-            enable(**self.options)
-        self._pid = os.getpid()
-        return self
-
-    def __exit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        if os.getpid() != self._pid:
-            return  # a forked child has no session to dump
-        if self._started:
-            disable()
-        if self.path is None:
-            return
-        try:
-            dump(self.path)
-        except OSError as error:
-            if exc is None:
-                raise
-            # What the body raised matters more; the events are still there.
-            warnings.warn(
-                f"mlxmem could not write {os.fspath(self.path)!r}: {error}",
-                RuntimeWarning,
-                stacklevel=2,
-            )
-
-    def _recreate_cm(self) -> record:
-        return type(self)(self.path, **self.options)
-
-    def __call__(self, func: _Function) -> _Function:
-        """Decorate a function or a coroutine function.
-
-        Raises
-        ------
-        TypeError
-            `func` is a generator function: its body runs after the call has returned.
-        """
-        if inspect.isgeneratorfunction(func) or inspect.isasyncgenfunction(func):
-            raise TypeError(
-                f"record() can't decorate the generator {func.__qualname__!r}; use "
-                "`with mlxmem.record():` around the loop that consumes it"
-            )
-        if inspect.iscoroutinefunction(func):
-
-            @functools.wraps(func)
-            async def recorded(*args: Any, **kwargs: Any) -> Any:
-                with self._recreate_cm():
-                    return await func(*args, **kwargs)
-
-            return cast(_Function, recorded)
-        return super().__call__(func)
 
 
 def recording() -> Recording:
@@ -245,6 +149,7 @@ def recording() -> Recording:
         start_us=totals.start_us,
         dropped=totals.dropped,
         max_entries=totals.max_entries,
+        stacks=_stacks,
         resolve=functools.cache(_interner.resolve_traceback),
         settings=_settings(totals),
     )
@@ -386,13 +291,35 @@ os.register_at_fork(
 )
 
 
+@contextlib.contextmanager
+def _transition() -> Iterator[None]:
+    """Hold the lock, and refuse a second change in the middle of the first."""
+    global _in_transition
+    with _lock:
+        if _in_transition:  # only this thread can have set it
+            raise RuntimeError(
+                "enable() or disable() was called in the middle of another one, by a "
+                "signal handler or a finalizer; call it later"
+            )
+        _in_transition = True
+        try:
+            yield
+        finally:
+            _in_transition = False
+
+
+def session_number() -> int:
+    """Return how many sessions were begun; tells one from the next."""
+    return _session
+
+
 def _undo() -> None:
     _library_loads.unwatch()
     _cache_calls.unwatch()
     _hook.detach()
 
 
-def _check_options(max_entries: int = 100_000, *, stacks: bool = True) -> int:
+def check_options(max_entries: int = 100_000, *, stacks: bool = True) -> int:
     """Check the arguments of enable() and return max_entries as an int."""
     if isinstance(max_entries, bool) or not hasattr(max_entries, "__index__"):
         raise TypeError(f"max_entries must be an int, not {max_entries!r}")
@@ -405,11 +332,6 @@ def _check_options(max_entries: int = 100_000, *, stacks: bool = True) -> int:
     if not isinstance(stacks, bool):
         raise TypeError(f"stacks must be True or False, not {stacks!r}")
     return number
-
-
-def _check_path(path: str | os.PathLike[str]) -> None:
-    if not isinstance(path, (str, os.PathLike)):
-        raise TypeError(f"path must be a str or path-like, not {path!r}")
 
 
 def _has_session() -> bool:
@@ -442,7 +364,6 @@ def _settings(totals: _hook.Totals) -> dict[str, Setting]:
         "backend": _hook.backend(),
         "memory_limit": get_memory_limit() if get_memory_limit else None,
         "cache_limit": _hook.cache_limit(),
-        "stacks": _stacks,
         "unexplained_bytes": totals.unexplained,
         "ran_out_of_memory": _hook.ran_out_of_memory(),
     }

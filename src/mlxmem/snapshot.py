@@ -201,11 +201,8 @@ class _Builder:
         # Ids without a stack mean "before" only as long as nothing was dropped.
         before = frames.label(BEFORE_ENABLE)
         dropped = frames.label(BEFORE_TRACE) if recording.dropped else before
-        used = np.any(recording.events["traceback_id"]) or np.any(
-            recording.buffers["traceback_id"]
-        )
         self._no_stack = {
-            0: frames.label(NO_STACK if used else NO_STACKS),
+            0: frames.label(NO_STACK if recording.stacks else NO_STACKS),
             BEFORE: dropped,
             LOST: frames.label(LOST_FRAMES),
             _REMAINDER: before,
@@ -405,7 +402,7 @@ class _Builder:
                 rows["stream"],
                 np.where(asked != size, size, 0),
             ),
-            self._categories.places(primitive, np.minimum(ids, 1)),
+            self._categories.places(primitive, self._is_known(rows, owner)),
         )
         return table
 
@@ -438,7 +435,7 @@ class _Builder:
                 source["stream"],
                 np.where(asked != size, size, 0),
             ),
-            self._categories.places(primitive, np.minimum(ids, 1)),
+            self._categories.places(primitive, self._is_known(source, owner)),
         )
         first, last = np.searchsorted(self.ledger.broken, (part.start, part.stop))
         if first == last:
@@ -524,14 +521,13 @@ class _Builder:
         )
 
     def _is_any_unknown(self, rows: Records, implied: tuple[Places, Places]) -> bool:
-        if np.any((self._primitive(rows) == 0) & (rows["traceback_id"] == 0)):
+        if not np.all(self._is_known(rows, np.full(len(rows), BEFORE))):
             return True
         if any(np.any(kinds != _NONE) for kinds in implied):
             return True
         for part in _parts(len(self.recording.events)):
-            source = self._source(part)
-            bare = (self._primitive(source) == 0) & (source["traceback_id"] == 0)
-            if np.any(bare & ~self._hidden(part)):
+            known = self._is_known(self._source(part), self.ledger.owner[part])
+            if not np.all((known > 0) | self._hidden(part)):
                 return True
         return False
 
@@ -580,11 +576,21 @@ class _Builder:
         """Return the frames of an id, or the reason why it has none."""
         return self._frames.stack(traceback_id) or self._no_stack[owner]
 
-    def _category(self, primitive: int, has_stack: int) -> str:
-        # Scratch memory of worker threads has neither primitive nor stack.
+    def _is_known(self, rows: Records, owner: Ints) -> npt.NDArray[np.uint8]:
+        """Tell which records can have a category.
+
+        Scratch memory of worker threads has neither primitive nor stack, nor has
+        what existed before. Without stacks what no primitive made counts as a leaf.
+        """
+        known = (self._primitive(rows) > 0) | (rows["traceback_id"] > 0)
+        if not self.recording.stacks:
+            known |= owner >= 0
+        return known.astype(np.uint8)
+
+    def _category(self, primitive: int, known: int) -> str:
         if primitive:
             return self.primitives[primitive]
-        return LEAF if has_stack else UNKNOWN
+        return LEAF if known else UNKNOWN
 
     def _meta(
         self, action: int, primitive: int, thread: int, stream: int, buffer_size: int
