@@ -19,6 +19,7 @@ sys.path.insert(1, str(Path(__file__).parents[2]))
 
 import mlx.core as mx
 from books import Books
+from os_threads import wait_until_gone
 
 import mlxmem
 
@@ -60,8 +61,7 @@ class Load:
         self.stopped.set()
         self.running.set()
         for thread in self.threads:
-            thread.join(timeout=60)
-            assert not thread.is_alive()
+            wait_until_gone(thread)
 
 
 class BooksUnderLoad(Books):

@@ -10,11 +10,11 @@ import gc
 import os
 import sys
 import threading
-import time
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
+from os_threads import wait_until_gone
 
 import mlxmem
 
@@ -34,18 +34,8 @@ class Cycle:
 
 
 def wait_at_exit(thread: threading.Thread) -> None:
-    """Let a thread outlive the main program, but not the interpreter.
-
-    MLX destroys what it keeps per thread when the system's thread ends, after Python
-    has joined it, and takes the GIL for that. When the interpreter is ending by then,
-    MLX 0.32.4 aborts, about one time in six and without mlxmem, too.
-    """
-
-    def wait() -> None:  # runs when Python has joined its threads
-        while os.path.exists(f"/proc/self/task/{thread.native_id}"):
-            time.sleep(0.001)
-
-    atexit.register(wait)
+    """Let a thread outlive the main program, but not the interpreter."""
+    atexit.register(wait_until_gone, thread)  # after Python has joined its threads
 
 
 def in_globals() -> None:

@@ -15,6 +15,7 @@ sys.path.insert(1, str(Path(__file__).parents[2]))
 
 import mlx.core as mx
 from books import Books
+from os_threads import wait_until_gone
 
 import mlxmem
 
@@ -81,7 +82,7 @@ def main(mode: str) -> None:
                 fork_once(evaluates=False)
             stop.set()
             for thread in threads:
-                thread.join()
+                wait_until_gone(thread)
         assert mlxmem.is_enabled()
         books.check()
 

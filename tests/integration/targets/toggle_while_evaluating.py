@@ -14,6 +14,7 @@ sys.path.insert(1, str(Path(__file__).parents[2]))
 import mlx.core as mx
 import numpy as np
 from books import Books, read_counters, settle
+from os_threads import wait_until_gone
 
 import mlxmem
 
@@ -75,7 +76,7 @@ def main() -> None:
         while len(last[9]) < 20:
             mx.eval(mx.exp(mx.array([1.0] * 100)))
         stop.set()
-        thread.join()
+        wait_until_gone(thread)
         books.check()
 
 
