@@ -81,3 +81,25 @@ def test_a_session_that_begins_under_load_balances() -> None:
 
     # THEN the books of each equal MLX's counters once the threads pause
     clean(done)
+
+
+@pytest.mark.parametrize("situation", ["no_files", "loader_busy"])
+def test_a_fork_in_an_awkward_moment(situation: str) -> None:
+    # GIVEN a process that records and has no file descriptor left, or in which
+    # another thread holds the loader's lock
+
+    # WHEN it forks
+    done = run("fork_awkward.py", situation)
+
+    # THEN the child neither dies nor hangs, and MLX is restored in it
+    clean(done)
+
+
+def test_slots_that_are_resolved_lazily(tmp_path: Path) -> None:
+    # GIVEN libraries loaded with RTLD_LAZY
+
+    # WHEN a session records the first call through their slots
+    done = run("lazy_binding.py", str(tmp_path / "w.safetensors"))
+
+    # THEN no probe is overwritten, stacks are there, and disable() restores all
+    clean(done)

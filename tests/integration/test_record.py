@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -201,3 +202,84 @@ def test_inside_enable_it_stops_nothing(tmp_path: Path) -> None:
     assert mlxmem.is_enabled()
     assert 596 in sizes(tmp_path / "out.pickle")
     del first
+
+
+def test_overlapping_blocks_share_a_session(tmp_path: Path) -> None:
+    # GIVEN a block inside which another one began
+    first, second = tmp_path / "first.pickle", tmp_path / "second.pickle"
+    one, two = mlxmem.record(first), mlxmem.record(second)
+    one.__enter__()
+    two.__enter__()
+
+    # WHEN the first one ends while the second goes on
+    one.__exit__(None, None, None)
+
+    # THEN recording goes on, and ends with the last one, which has all events
+    assert mlxmem.is_enabled()
+    keep = mx.array([1.0] * 1111)
+    two.__exit__(None, None, None)
+    assert not mlxmem.is_enabled()
+    sizes = [e["size"] for e in pickle.loads(second.read_bytes())["device_traces"][0]]
+    assert 4444 in sizes
+    del keep
+
+
+def test_one_object_entered_twice(tmp_path: Path) -> None:
+    # GIVEN one record object
+    block = mlxmem.record(tmp_path / "out.pickle")
+
+    # WHEN it is entered twice
+    with block, block:
+        assert mlxmem.is_enabled()
+
+    # THEN recording is off again
+    assert not mlxmem.is_enabled()
+
+
+def test_a_session_that_was_replaced_is_not_dumped(tmp_path: Path) -> None:
+    # GIVEN a block whose body starts a session of its own
+    path = tmp_path / "out.pickle"
+
+    # WHEN it ends
+    with (
+        pytest.warns(RuntimeWarning, match="another mlxmem.enable"),
+        mlxmem.record(path),
+    ):
+        mlxmem.enable()
+
+    # THEN the other session's events are not written under its name
+    assert not path.exists()
+    assert mlxmem.is_enabled()
+
+
+def test_generator_functions_are_refused() -> None:
+    # GIVEN a function whose body runs after the call
+    def batches() -> Iterator[int]:
+        yield 1
+
+    # WHEN it is decorated
+    # THEN the error says what to use instead
+    with pytest.raises(TypeError, match=r"generator.*with mlxmem.record"):
+        mlxmem.record()(batches)
+
+
+def test_a_change_in_the_middle_of_another_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    # GIVEN a handler that calls disable() while enable() is under way
+    from mlxmem import _hook
+
+    start = _hook.start_session
+
+    def interrupted(max_entries: int) -> None:
+        mlxmem.disable()
+        start(max_entries)
+
+    monkeypatch.setattr(_hook, "start_session", interrupted)
+
+    # WHEN enable() is called
+    # THEN it says so, and leaves nothing half done
+    with pytest.raises(RuntimeError, match="in the middle"):
+        mlxmem.enable()
+    assert not mlxmem.is_enabled()
+    assert _hook.patched_words() == []

@@ -465,3 +465,30 @@ def test_what_no_reader_knows_is_refused() -> None:
 def test_a_malformed_table_is_refused(table: Table, error: type[Exception]) -> None:
     with pytest.raises(error):
         pickled(Rows(0, lambda: iter([table])))
+
+
+def test_a_pipe_behind_a_link(tmp_path: pathlib.Path) -> None:
+    # GIVEN a pipe's end, whose name in /proc is a link to nothing
+    out, into = os.pipe()
+
+    # WHEN a file is written there
+    dump_file.replace(f"/proc/self/fd/{into}", lambda file: file.write(b"all"))
+    os.close(into)
+
+    # THEN the pipe got it
+    assert os.read(out, 10) == b"all"
+    os.close(out)
+
+
+def test_the_longest_name_and_the_old_mode(tmp_path: pathlib.Path) -> None:
+    # GIVEN a private file with as long a name as there can be
+    path = tmp_path / ("n" * 255)
+    path.write_bytes(b"old")
+    path.chmod(0o600)
+
+    # WHEN it is replaced
+    dump_file.replace(path, lambda file: file.write(b"new"))
+
+    # THEN it is still private
+    assert path.read_bytes() == b"new"
+    assert path.stat().st_mode & 0o777 == 0o600
