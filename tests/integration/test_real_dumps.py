@@ -12,7 +12,7 @@ import mlx.nn as nn
 import numpy as np
 import pytest
 import viewer
-from books import ALLOCS, HAS_CPU_CACHE, Books
+from books import ALLOCS, HAS_CPU_CACHE, VERSION, Books
 
 import mlxmem
 from mlxmem.events import Recording
@@ -181,7 +181,10 @@ def test_scratch_of_linear_algebra(tmp_path: Path) -> None:
             meta = entry["user_metadata"]
             threads.setdefault(meta.get("primitive", ""), set()).add(meta["thread"])
         me = threading.get_native_id()
-        for name in ("SVD", "QRF", "Inverse", "Eigh"):
+        names = ["SVD", "QRF", "Inverse", "Eigh"]
+        if VERSION < (0, 31, 2):  # the way to a worker has no name there yet
+            names = [""]
+        for name in names:
             assert threads[name] - {me}, name
 
 
