@@ -43,11 +43,12 @@ def measure() -> Found:
 
     from mlxmem import _interner
 
+    # Short turns, as in capture_cost.py.
     ways: list[tuple[str, capture_cost.Timer, int]] = [
         (OURS, _interner._time_captures, 10_000),
         ("pointer chase", _interner._time_pointer_chase, 10_000),
-        ("sys._getframe", walk_frames, 200),
-        ("extract_stack", capture_cost.time_extract_stack, 20),
+        ("sys._getframe", walk_frames, 50),
+        ("extract_stack", capture_cost.time_extract_stack, 5),
     ]
     _interner.begin_session()
     with tempfile.TemporaryDirectory() as folder:
@@ -56,7 +57,7 @@ def measure() -> Found:
         except (OSError, subprocess.CalledProcessError) as error:
             print(f"no reference: {error}", file=sys.stderr)
         else:
-            ways.append(("frame objects", reference, 1_000))
+            ways.append(("frame objects", reference, 100))
         try:
             from torch._C._profiler import gather_traceback
         except ImportError as error:
@@ -69,7 +70,7 @@ def measure() -> Found:
                     gather_traceback(True, False, False)
                 return time.perf_counter() - begin
 
-            ways.append(("torch gather_traceback", gather, 1_000))
+            ways.append(("torch gather_traceback", gather, 500))
         turns = scaled(101, 3)
         return {depth: capture_cost.medians(depth, ways, turns) for depth in DEPTHS}
 
