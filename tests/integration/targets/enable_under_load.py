@@ -33,6 +33,7 @@ class Load:
         self.stopped = threading.Event()
         self.running = threading.Event()
         self.pausing = threading.Barrier(THREADS + 1)
+        self.starting = threading.Lock()
         self.threads = [
             threading.Thread(target=self.work, daemon=True) for _ in range(THREADS)
         ]
@@ -40,9 +41,14 @@ class Load:
             thread.start()
 
     def work(self) -> None:
-        with mx.stream(mx.new_stream(mx.cpu)):
-            x = mx.random.normal((40, 40))
-            mx.eval(x)
+        # One after the other: before 0.31 streams made or first used at the same
+        # time can crash MLX, without mlxmem, too.
+        with self.starting:
+            stream = mx.new_stream(mx.cpu)
+            with mx.stream(stream):
+                x = mx.random.normal((40, 40))
+                mx.eval(mx.tanh(x @ x.T) + 1)
+        with mx.stream(stream):
             while not self.stopped.is_set():
                 if not self.running.is_set():
                     self.pausing.wait()  # until all others pause, too
