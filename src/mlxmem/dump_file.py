@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import pathlib
 import secrets
@@ -33,6 +34,11 @@ def check_path(path: str | os.PathLike[str]) -> str:
     if not text or "\0" in text:
         raise ValueError(f"path must name a file, not {path!r}")
     return text
+
+
+def is_a_directory(path: str | os.PathLike[str]) -> IsADirectoryError:
+    """Return the error for a path that should name a file."""
+    return IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), os.fspath(path))
 
 
 def replace(
@@ -66,7 +72,7 @@ def replace(
     with contextlib.suppress(FileNotFoundError):
         mode = target.stat().st_mode
         if stat.S_ISDIR(mode):
-            raise IsADirectoryError(f"path is a directory: {str(target)!r}")
+            raise is_a_directory(target)
         if not stat.S_ISREG(mode):
             # A rename would put a plain file in the place of /dev/null.
             with open(target, "wb") as file:

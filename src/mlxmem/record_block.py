@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from types import TracebackType
 from typing import Any, NamedTuple, TypeVar, cast
 
-from mlxmem.dump_file import check_path
+from mlxmem.dump_file import check_path, is_a_directory
 from mlxmem.recorder import (
     check_options,
     disable,
@@ -105,7 +105,7 @@ class record(contextlib.ContextDecorator):  # noqa: N801 - used like a function
 
     def __enter__(self) -> record:
         if self.path is not None and os.path.isdir(self.path):
-            raise IsADirectoryError(f"path is a directory: {os.fspath(self.path)!r}")
+            raise is_a_directory(self.path)
         self._entered.append(_enter(self.options))
         return self
 
