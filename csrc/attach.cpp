@@ -1,3 +1,9 @@
+// Four kinds of words are changed: import slots of the libraries that use MLX,
+// the slots of eval_cpu and eval_gpu in each primitive's vtable, the vtable
+// pointer of the allocator object, and the pointer through which the CPU's
+// cache frees. Each is a Patch; they are applied together or not at all, and
+// PatchSet::undo() puts them back.
+
 #include "attach.h"
 
 #include <dlfcn.h>

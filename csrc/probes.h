@@ -1,6 +1,7 @@
 // What runs inside MLX while mlxmem is attached. attach.cpp puts these
 // functions in the place of MLX's; each calls the original and, while a session
-// records, notes what happened. The order is always: guard, flag, work.
+// records, notes what happened. The order is always: guard (is this thread
+// inside the allocator already?), flag (does a session record?), work.
 
 #pragma once
 
@@ -43,12 +44,18 @@ extern MlxCounters mlx_counters;
 
 namespace probes {
 
+// The allocator's virtual functions, and the function with which the CPU's
+// cache frees.
 void* malloc(void* self, size_t size);
 void free(void* self, void* buffer);
 void* make_buffer(void* self, void* pointer, size_t size);
 void release(void* self, void* buffer);
 void cache_free(void* buffer);
+
+// ArrayDesc::init(): a node was created.
 void desc_init(void* desc);
+
+// The forms of array::set_data(): a buffer was bound to an array.
 void set_data(void* self, void* buffer, void* deleter);
 void set_data_long(
     void* self,
@@ -74,6 +81,8 @@ void set_data_owned_long(
     abi::Flags flags,
     int64_t offset);
 void enqueue(void* self, abi::Stream stream, std::function<void()>* task);
+
+// MLX's binding releases and takes Python's lock.
 void* release_gil();
 void acquire_gil(void* thread_state);
 

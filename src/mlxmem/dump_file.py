@@ -36,9 +36,26 @@ def check_path(path: str | os.PathLike[str]) -> str:
     return text
 
 
-def is_a_directory(path: str | os.PathLike[str]) -> IsADirectoryError:
-    """Return the error for a path that should name a file."""
-    return IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), os.fspath(path))
+def check_target(path: str | os.PathLike[str]) -> None:
+    """Check, without touching it, that a file can be at a path.
+
+    Raises
+    ------
+    OSError
+        The path is a directory, or its folder is missing or not writable.
+    """
+    if os.path.isdir(path):
+        raise _os_error(errno.EISDIR, path)
+    if not os.path.exists(path):
+        folder = os.path.dirname(os.path.realpath(path))
+        if not os.path.isdir(folder):
+            raise _os_error(errno.ENOENT, path)
+        if not os.access(folder, os.W_OK | os.X_OK):
+            raise _os_error(errno.EACCES, path)
+
+
+def _os_error(number: int, path: str | os.PathLike[str]) -> OSError:
+    return OSError(number, os.strerror(number), os.fspath(path))
 
 
 def replace(
@@ -72,7 +89,7 @@ def replace(
     with contextlib.suppress(FileNotFoundError):
         mode = target.stat().st_mode
         if stat.S_ISDIR(mode):
-            raise is_a_directory(target)
+            raise _os_error(errno.EISDIR, target)
         if not stat.S_ISREG(mode):
             # A rename would put a plain file in the place of /dev/null.
             with open(target, "wb") as file:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from types import TracebackType
 from typing import Any, NamedTuple, TypeVar, cast
 
-from mlxmem.dump_file import check_path, is_a_directory
+from mlxmem.dump_file import check_path, check_target
 from mlxmem.recorder import (
     check_options,
     disable,
@@ -96,16 +96,26 @@ class record(contextlib.ContextDecorator):  # noqa: N801 - used like a function
     def __init__(
         self, path: str | os.PathLike[str] | None = None, **options: Any
     ) -> None:
+        if callable(path):
+            raise TypeError(
+                "record() takes a path: write @mlxmem.record() with parentheses"
+            )
         if path is not None:
             check_path(path)
+        unknown = sorted(options.keys() - {"max_entries", "stacks"})
+        if unknown:
+            raise TypeError(
+                f"record() has no option {unknown[0]!r}, only max_entries and stacks"
+            )
         check_options(**options)
         self.path = path
         self.options = options
         self._entered: list[_Entered] = []  # one object may be entered twice
 
     def __enter__(self) -> record:
-        if self.path is not None and os.path.isdir(self.path):
-            raise is_a_directory(self.path)
+        # Better now than after hours of training.
+        if self.path is not None:
+            check_target(self.path)
         self._entered.append(_enter(self.options))
         return self
 

@@ -70,11 +70,13 @@ def test_dumps_also_when_the_body_raised(tmp_path: Path) -> None:
 
 
 def test_a_failing_dump_does_not_hide_the_bodys_error(tmp_path: Path) -> None:
-    # GIVEN a body that raises, and a place that can't be written
+    # GIVEN a body that raises, and a folder that goes away meanwhile
     path = tmp_path / "no" / "out.pickle"
+    path.parent.mkdir()
 
     def body() -> None:
         with mlxmem.record(path):
+            path.parent.rmdir()
             keep = mx.array([1] * 109)
             raise KeyError(keep.size)
 
@@ -283,3 +285,36 @@ def test_a_change_in_the_middle_of_another_is_refused(
         mlxmem.enable()
     assert not mlxmem.is_enabled()
     assert _hook.patched_words() == []
+
+
+@pytest.mark.parametrize("path", ["no/out.pickle", "."])
+def test_a_place_without_room_is_refused_before_the_body(
+    tmp_path: Path, path: str
+) -> None:
+    # GIVEN a folder that does not exist, and a folder as target
+    block = mlxmem.record(tmp_path / path)
+
+    # WHEN the block is entered
+    # THEN it fails at once, and nothing records
+    with pytest.raises(OSError, match="No such file|Is a directory") as caught:
+        block.__enter__()
+    assert caught.value.filename == str(tmp_path / path)
+    assert not mlxmem.is_enabled()
+
+
+def test_the_decorator_wants_parentheses() -> None:
+    # GIVEN a function
+
+    # WHEN it is decorated without them
+    # THEN the error shows them
+    with pytest.raises(TypeError, match=r"@mlxmem\.record\(\)"):
+        mlxmem.record(len)  # type: ignore[arg-type]
+
+
+def test_an_option_that_does_not_exist() -> None:
+    # GIVEN no option of that name
+
+    # WHEN it is given
+    # THEN the error names it and those that exist
+    with pytest.raises(TypeError, match="record.*'depth'.*max_entries and stacks"):
+        mlxmem.record(depth=3)

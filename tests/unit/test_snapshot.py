@@ -535,7 +535,7 @@ def test_a_failed_write_leaves_what_was_there(
 def test_write_says_which_path_is_missing(tmp_path: pathlib.Path) -> None:
     with pytest.raises(FileNotFoundError):
         write({}, tmp_path / "missing" / "out.pickle")
-    with pytest.raises(IsADirectoryError, match="[Ii]s a directory.*"):
+    with pytest.raises(IsADirectoryError, match="Is a directory"):
         write({}, tmp_path)
     assert os.listdir(tmp_path) == []
 
