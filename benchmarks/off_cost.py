@@ -34,7 +34,7 @@ import subprocess
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -158,6 +158,49 @@ def least(blocks: Iterable[Counts], times: int) -> Count:
     )
 
 
+def run_counted(script: Sequence[str], out: Path) -> None:
+    """Run a script, and write the counts of each part that ends with `os.getppid`.
+
+    Parameters
+    ----------
+    script : sequence of str
+        Its file and its arguments.
+    out : Path
+        The parts are beside it: out.1, out.2, ...
+
+    Raises
+    ------
+    subprocess.CalledProcessError
+        The script failed; its output is on standard error.
+    """
+    environment = {
+        **os.environ,
+        "PYTHONHASHSEED": "0",
+        # Python's own pools would add where an object lies in its pool.
+        "PYTHONMALLOC": "malloc",
+        "OPENBLAS_NUM_THREADS": "1",
+        "OMP_NUM_THREADS": "1",
+    }
+    subprocess.run(
+        [
+            "setarch",
+            platform.machine(),
+            "-R",
+            "valgrind",
+            "--tool=callgrind",
+            "--quiet",
+            "--fair-sched=try",
+            "--dump-before=getppid",
+            f"--callgrind-out-file={out}",
+            sys.executable,
+            *script,
+        ],
+        env=environment,
+        check=True,
+        stdout=sys.stderr,
+    )
+
+
 def count(mode: int, times: int, folder: Path) -> dict[tuple[str, str], Count]:
     """Run the driver under callgrind.
 
@@ -182,34 +225,7 @@ def count(mode: int, times: int, folder: Path) -> dict[tuple[str, str], Count]:
         The driver failed; its output is on standard error.
     """
     out = folder / f"callgrind.{mode}"
-    environment = {
-        **os.environ,
-        "PYTHONHASHSEED": "0",
-        # Python's own pools would add where an object lies in its pool.
-        "PYTHONMALLOC": "malloc",
-        "OPENBLAS_NUM_THREADS": "1",
-        "OMP_NUM_THREADS": "1",
-    }
-    subprocess.run(
-        [
-            "setarch",
-            platform.machine(),
-            "-R",
-            "valgrind",
-            "--tool=callgrind",
-            "--quiet",
-            "--fair-sched=try",
-            "--dump-before=getppid",
-            f"--callgrind-out-file={out}",
-            sys.executable,
-            str(DRIVER),
-            str(mode),
-            str(times),
-        ],
-        env=environment,
-        check=True,
-        stdout=sys.stderr,
-    )
+    run_counted([str(DRIVER), str(mode), str(times)], out)
     counts: dict[tuple[str, str], Count] = {}
     mark = 0
     for turn in ROUNDS:

@@ -1,7 +1,7 @@
 """Train a small character-level transformer and record its memory.
 
 The text is what every machine with Python has: the source of the standard library.
-The model has about a million parameters, so a few dozen steps take well under a
+The model has about a million parameters, so a few dozen steps take about a
 minute on a CPU.
 
     python examples/train_transformer.py --steps 36 --out out.pickle

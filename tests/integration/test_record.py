@@ -296,7 +296,7 @@ def test_a_place_without_room_is_refused_before_the_body(
 
     # WHEN the block is entered
     # THEN it fails at once, and nothing records
-    with pytest.raises(OSError, match="No such file|Is a directory") as caught:
+    with pytest.raises(OSError, match=r"No such file|Is a directory") as caught:
         block.__enter__()
     assert caught.value.filename == str(tmp_path / path)
     assert not mlxmem.is_enabled()
@@ -316,5 +316,5 @@ def test_an_option_that_does_not_exist() -> None:
 
     # WHEN it is given
     # THEN the error names it and those that exist
-    with pytest.raises(TypeError, match="record.*'depth'.*max_entries and stacks"):
+    with pytest.raises(TypeError, match=r"record.*'depth'.*max_entries and stacks"):
         mlxmem.record(depth=3)
