@@ -40,6 +40,8 @@ class OffAndOn(NamedTuple):
     ratio: float  # median of the ratios of neighbours
     low: float  # first quartile of these ratios
     high: float  # third quartile
+    least_off: float  # seconds of the fastest block, not recorded
+    least_on: float  # recorded
     cpu_ratio: float  # as `ratio`, by the processor time of all threads
 
 
@@ -57,6 +59,8 @@ def off_and_on(block: Block, pairs: int) -> OffAndOn:
         ratio,
         low,
         high,
+        min(off),
+        min(on),
         statistics.median(
             [b.cpu / a.cpu for a, b in zip(plain, recorded, strict=True)]
         ),
