@@ -46,7 +46,7 @@ bench-commits: $(VENV)/.bench ## run it whole on commits: BENCH_ARGS="v0.1..main
 dashboard: $(VENV)/.bench ## publish what bench-commits found as HTML
 	cd benchmarks && $(ASV) publish
 	@echo "The dashboard is build/asv/html/index.html; to look at it:"
-	@echo "  $(BIN)/python -m http.server -d build/asv/html 8080"
+	@echo "  $(BIN)/python -m http.server -b 127.0.0.1 -d build/asv/html 8080"
 
 picture: $(VENV)/.dev ## draw docs/images/recording.png
 	$(BIN)/python examples/train_transformer.py --steps 3 --out build/picture.pickle
