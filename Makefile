@@ -12,7 +12,7 @@ ASV = $(abspath $(BIN))/asv
 # What a build depends on; an edit of any of these reinstalls the package.
 SOURCES := setup.py pyproject.toml MANIFEST.in $(wildcard csrc/*.cpp csrc/*.h) \
   $(filter-out %.so %.c,$(wildcard src/mlxmem/*.*))
-CXX_FILES := $(wildcard csrc/*.cpp csrc/*.h src/mlxmem/*.h)
+CXX_FILES := $(wildcard csrc/*.cpp csrc/*.h src/mlxmem/*.h benchmarks/*.cpp)
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test test-matrix bench bench-commits dashboard picture lint \

@@ -1,5 +1,6 @@
-// Allocates and frees through MLX's allocator, on threads of its own: nothing but
-// what the recorder sees as two events. The pointer is mlx::core::allocator's.
+// Allocates and frees through MLX's allocator, on threads of its own: nothing
+// but what the recorder sees as two events. The pointer is
+// mlx::core::allocator's.
 
 #include <atomic>
 #include <chrono>
@@ -7,15 +8,16 @@
 #include <thread>
 #include <vector>
 
-// The head of mlx::core::allocator::Allocator; its Buffer is one pointer. Not in an
-// unnamed namespace: the compiler would conclude that nothing derives from it.
+// The head of mlx::core::allocator::Allocator; its Buffer is one pointer. Not
+// in an unnamed namespace: the compiler would conclude that nothing derives
+// from it.
 struct Allocator {
   virtual void* malloc(std::size_t size) = 0;
   virtual void free(void* buffer) = 0;
 };
 
-// Seconds from the first to the last of `pairs` allocations with their frees, on
-// each of so many threads.
+// Seconds from the first to the last of `pairs` allocations with their frees,
+// on each of so many threads.
 extern "C" double time_allocations(void* pointer, long pairs, int threads) {
   auto* allocator = static_cast<Allocator*>(pointer);
   std::atomic<int> ready{0};
