@@ -9,12 +9,14 @@
 #include <dlfcn.h>
 
 #include <algorithm>
+#include <atomic>
 #include <cstring>
 #include <mutex>
 
 #include "image.h"
 #include "mlx_abi.h"
 #include "mlx_core.h"
+#include "originals.h"
 #include "primitive_classes.h"
 #include "probes.h"
 
@@ -78,41 +80,40 @@ void add_class(const MlxCore& mlx, const Image& image, void** vtable) {
 
 // ---- import slots ----------------------------------------------------------
 
+std::atomic<bool> always_watches_bindings{false};
+
+bool watches_bindings() {
+  return originals.allocates_unseen || always_watches_bindings;
+}
+
 struct Import {
   const char* symbol;
   void* replacement;
   void** original; // in originals
   bool in_mlx; // libmlx defines it; else the program that imports libmlx
+  bool binds; // only where buffers are allocated past the vtable
 };
 
-#define MLXMEM_IMPORT(symbol, probe, member, in_mlx)        \
-  Import {                                                  \
-    symbol, reinterpret_cast<void*>(&probes::probe),        \
-        reinterpret_cast<void**>(&originals.member), in_mlx \
+#define MLXMEM_IMPORT(symbol, probe, in_mlx, binds)               \
+  Import {                                                        \
+    symbol, reinterpret_cast<void*>(&probes::probe),              \
+        reinterpret_cast<void**>(&originals.probe), in_mlx, binds \
   }
 
 const Import kImports[] = {
-    MLXMEM_IMPORT(abi::kDescInitSymbol, desc_init, desc_init, true),
-    MLXMEM_IMPORT(abi::kSetDataSymbol, set_data, set_data, true),
-    MLXMEM_IMPORT(abi::kSetDataLongSymbol, set_data_long, set_data_long, true),
-    MLXMEM_IMPORT(
-        abi::kSetDataOffsetSymbol,
-        set_data_offset,
-        set_data_offset,
-        true),
-    MLXMEM_IMPORT(
-        abi::kSetDataOwnedSymbol,
-        set_data_owned,
-        set_data_owned,
-        true),
+    MLXMEM_IMPORT(abi::kDescInitSymbol, desc_init, true, false),
+    MLXMEM_IMPORT(abi::kSetDataSymbol, set_data, true, true),
+    MLXMEM_IMPORT(abi::kSetDataLongSymbol, set_data_long, true, true),
+    MLXMEM_IMPORT(abi::kSetDataOffsetSymbol, set_data_offset, true, true),
+    MLXMEM_IMPORT(abi::kSetDataOwnedSymbol, set_data_owned, true, true),
     MLXMEM_IMPORT(
         abi::kSetDataOwnedLongSymbol,
         set_data_owned_long,
-        set_data_owned_long,
+        true,
         true),
-    MLXMEM_IMPORT(abi::kEnqueueSymbol, enqueue, enqueue, true),
-    MLXMEM_IMPORT(abi::kReleaseGilSymbol, release_gil, release_gil, false),
-    MLXMEM_IMPORT(abi::kAcquireGilSymbol, acquire_gil, acquire_gil, false),
+    MLXMEM_IMPORT(abi::kEnqueueSymbol, enqueue, true, false),
+    MLXMEM_IMPORT(abi::kReleaseGilSymbol, release_gil, false, false),
+    MLXMEM_IMPORT(abi::kAcquireGilSymbol, acquire_gil, false, false),
 };
 
 #undef MLXMEM_IMPORT
@@ -126,7 +127,8 @@ void add_imports(const MlxCore& mlx, const Image& image) {
   std::vector<Found> found;
   image.for_each_import([&](const char* name, void** slot) {
     for (auto& import : kImports) {
-      if (std::strcmp(name, import.symbol) == 0) {
+      if ((!import.binds || watches_bindings()) &&
+          std::strcmp(name, import.symbol) == 0) {
         found.push_back({&import, slot});
       }
     }
@@ -340,6 +342,10 @@ std::string backend() {
 int64_t cache_limit() {
   std::lock_guard<std::mutex> lock(attach_mutex());
   return mlx_counters.cache_limit();
+}
+
+void watch_bindings_always(bool always) {
+  always_watches_bindings = always;
 }
 
 void lock_attach() {

@@ -18,15 +18,10 @@ void Books::start(uint64_t max_entries, const Counters& counters) {
   totals_.start_us = clock_ns(CLOCK_REALTIME) / 1000;
   totals_.max_entries = max_entries;
   unknown_cached_ = counters.cache;
+  clock_.start();
   start_ns_ = monotonic_ns();
   last_ns_ = start_ns_;
   ++session_;
-}
-
-void Books::observe_active(uint64_t active) {
-  if (active != totals_.now.active) {
-    correct_start(active - totals_.now.active, 0);
-  }
 }
 
 void Books::observe_cache(uint64_t cache) {
@@ -262,7 +257,7 @@ void Books::forget_cached(uint32_t slot) {
 }
 
 void Books::log(Action action, Event& event) {
-  append(event, action, monotonic_ns(), current_thread_id());
+  append(event, action, clock_.now_ns(), current_thread_id());
 }
 
 void Books::append(

@@ -10,6 +10,7 @@
 
 #include "buffer_table.h"
 #include "cache_returns.h"
+#include "clock.h"
 #include "event.h"
 #include "event_log.h"
 #include "mlx_counters.h"
@@ -47,7 +48,11 @@ class Books {
   // Active bytes as MLX counts them while no call of its allocator is under
   // way. They move without the books only by calls that were inside the
   // allocator when the session began: those belong to its start.
-  void observe_active(uint64_t active);
+  void observe_active(uint64_t active) {
+    if (active != totals_.now.active) {
+      correct_start(active - totals_.now.active, 0);
+    }
+  }
 
   // Cached bytes likewise. What left the cache since the last look was cleared
   // or trimmed: everything, or the oldest buffers.
@@ -123,6 +128,7 @@ class Books {
   void forget_cached(uint32_t slot);
   void forget_active(uint32_t slot);
 
+  EventClock clock_;
   EventLog log_;
   BufferTable table_;
   Totals totals_;

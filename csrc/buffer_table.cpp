@@ -6,24 +6,6 @@ void BufferTable::clear() {
   *this = BufferTable();
 }
 
-size_t BufferTable::home(uint64_t address) const {
-  // Buffers are at least 16 bytes apart; the multiplication spreads the rest.
-  return ((address >> 4) * 0x9E3779B97F4A7C15ull >> 20) & (index_.size() - 1);
-}
-
-uint32_t BufferTable::find(uint64_t address) const {
-  if (index_.empty()) {
-    return kNone;
-  }
-  size_t mask = index_.size() - 1;
-  for (size_t i = home(address);; i = (i + 1) & mask) {
-    uint32_t slot = index_[i];
-    if (slot == kNone || slots_[slot].event.address == address) {
-      return slot;
-    }
-  }
-}
-
 uint32_t BufferTable::insert(uint64_t address) {
   if (2 * (used_ + 1) > index_.size()) {
     grow();
@@ -65,26 +47,6 @@ void BufferTable::erase(uint32_t slot) {
   index_[i] = kNone;
   free_slots_.push_back(slot);
   --used_;
-}
-
-void BufferTable::push_cached(uint32_t slot) {
-  auto& buffer = slots_[slot];
-  buffer.cached = true;
-  buffer.older = newest_;
-  buffer.newer = kNone;
-  if (newest_ != kNone) {
-    slots_[newest_].newer = slot;
-  } else {
-    oldest_ = slot;
-  }
-  newest_ = slot;
-}
-
-void BufferTable::remove_cached(uint32_t slot) {
-  auto& buffer = slots_[slot];
-  (buffer.newer == kNone ? newest_ : slots_[buffer.newer].older) = buffer.older;
-  (buffer.older == kNone ? oldest_ : slots_[buffer.older].newer) = buffer.newer;
-  buffer.cached = false;
 }
 
 void BufferTable::grow() {

@@ -28,7 +28,18 @@ class BufferTable {
 
   // The slot of a buffer, kNone when it is not known. Slots stay valid until
   // erase().
-  uint32_t find(uint64_t address) const;
+  uint32_t find(uint64_t address) const {
+    if (index_.empty()) {
+      return kNone;
+    }
+    size_t mask = index_.size() - 1;
+    for (size_t i = home(address);; i = (i + 1) & mask) {
+      uint32_t slot = index_[i];
+      if (slot == kNone || slots_[slot].event.address == address) {
+        return slot;
+      }
+    }
+  }
   uint32_t insert(uint64_t address);
   void erase(uint32_t slot);
 
@@ -41,8 +52,26 @@ class BufferTable {
 
   // The cache's LRU list, as MLX's BufferCache keeps it: a recycled buffer is
   // the newest, the oldest leaves first.
-  void push_cached(uint32_t slot);
-  void remove_cached(uint32_t slot);
+  void push_cached(uint32_t slot) {
+    auto& buffer = slots_[slot];
+    buffer.cached = true;
+    buffer.older = newest_;
+    buffer.newer = kNone;
+    if (newest_ != kNone) {
+      slots_[newest_].newer = slot;
+    } else {
+      oldest_ = slot;
+    }
+    newest_ = slot;
+  }
+  void remove_cached(uint32_t slot) {
+    auto& buffer = slots_[slot];
+    (buffer.newer == kNone ? newest_ : slots_[buffer.newer].older) =
+        buffer.older;
+    (buffer.older == kNone ? oldest_ : slots_[buffer.older].newer) =
+        buffer.newer;
+    buffer.cached = false;
+  }
   uint32_t oldest_cached() const {
     return oldest_;
   }
@@ -57,7 +86,10 @@ class BufferTable {
   }
 
  private:
-  size_t home(uint64_t address) const;
+  size_t home(uint64_t address) const {
+    // Buffers are at least 16 bytes apart; the multiplication spreads the rest.
+    return ((address >> 4) * 0x9E3779B97F4A7C15ull >> 20) & (index_.size() - 1);
+  }
   void grow();
 
   std::vector<TrackedBuffer> slots_;

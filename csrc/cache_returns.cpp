@@ -1,6 +1,5 @@
 #include "cache_returns.h"
 
-#include <atomic>
 #include <mutex>
 #include <new>
 
@@ -23,10 +22,12 @@ Notes& notes() {
   return *instance;
 }
 
-std::atomic<uint64_t> returned_bytes{0};
-std::atomic<bool> any{false};
-
 } // namespace
+
+namespace cache_returns {
+std::atomic<uint64_t> bytes{0};
+std::atomic<bool> any{false};
+} // namespace cache_returns
 
 void note_cache_return(uint64_t address, uint64_t size) noexcept {
   auto& n = notes();
@@ -37,26 +38,24 @@ void note_cache_return(uint64_t address, uint64_t size) noexcept {
   } catch (const std::bad_alloc&) {
     n.lost = true;
   }
-  returned_bytes.fetch_add(size, std::memory_order_release);
-  any.store(true, std::memory_order_release);
-}
-
-uint64_t cache_returned_bytes() {
-  return returned_bytes.load(std::memory_order_acquire);
+  cache_returns::bytes.fetch_add(size, std::memory_order_release);
+  cache_returns::any.store(true, std::memory_order_release);
 }
 
 bool take_cache_returns(std::vector<CacheReturn>* out) {
   out->clear();
-  if (!any.load(std::memory_order_acquire)) {
-    return true;
-  }
   auto& n = notes();
   std::lock_guard<std::mutex> lock(n.mutex);
   out->swap(n.notes);
-  any.store(false, std::memory_order_release);
+  cache_returns::any.store(false, std::memory_order_release);
   bool complete = !n.lost;
   n.lost = false;
   return complete;
+}
+
+void drop_cache_returns() {
+  std::vector<CacheReturn> dropped;
+  take_cache_returns(&dropped);
 }
 
 void lock_cache_returns() {

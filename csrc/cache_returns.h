@@ -5,6 +5,7 @@
 
 #pragma once
 
+#include <atomic>
 #include <cstdint>
 #include <vector>
 
@@ -20,12 +21,24 @@ struct CacheReturn {
 // Never throws; a note for which there is no memory is counted as lost.
 void note_cache_return(uint64_t address, uint64_t size) noexcept;
 
+namespace cache_returns {
+extern std::atomic<uint64_t> bytes; // since the process began
+extern std::atomic<bool> any; // that were not taken yet
+} // namespace cache_returns
+
 // Bytes noted since the process began.
-uint64_t cache_returned_bytes();
+inline uint64_t cache_returned_bytes() {
+  return cache_returns::bytes.load(std::memory_order_acquire);
+}
+
+inline bool has_cache_returns() {
+  return cache_returns::any.load(std::memory_order_acquire);
+}
 
 // Moves the notes taken so far into `out`, which is overwritten, oldest first.
 // False when a note was lost since the last call.
 bool take_cache_returns(std::vector<CacheReturn>* out);
+void drop_cache_returns();
 
 // Around fork(): the child must find the lock free.
 void lock_cache_returns();

@@ -17,7 +17,13 @@ class EventLog {
   void reset(uint64_t max_entries);
 
   // Throws std::bad_alloc when a new chunk can't be had.
-  void append(const Event& event);
+  void append(const Event& event) {
+    if (free_ == free_end_) {
+      next_run();
+    }
+    *free_++ = event;
+    ++next_;
+  }
 
   // Number of the next event; the first one of a session is 0.
   uint64_t next() const {
@@ -36,10 +42,14 @@ class EventLog {
   // limit stays small, and growing never moves an event.
   static constexpr size_t kChunk = 1 << 14;
 
+  // Moves on to the places after those that are used up.
+  void next_run();
+
   std::vector<std::unique_ptr<Event[]>> chunks_;
+  Event* free_ = nullptr; // the next events' places, in one chunk
+  Event* free_end_ = nullptr;
   uint64_t max_entries_ = 0;
   uint64_t next_ = 0;
-  uint64_t position_ = 0; // next_ modulo max_entries_
 };
 
 } // namespace mlxmem

@@ -12,6 +12,7 @@
 #include "image.h"
 #include "primitive_names.h"
 #include "probes.h"
+#include "session.h"
 
 using namespace mlxmem;
 
@@ -46,7 +47,8 @@ void unlock_all() {
 
 void in_child() {
   unlock_all();
-  reset_after_fork();
+  forget_session();
+  forget_thread_state();
   try {
     detach_in_child(*images_before_fork);
   } catch (const std::exception&) {
@@ -183,6 +185,10 @@ size_t mlxmem_patched_words(mlxmem_word* out, size_t capacity) {
         reinterpret_cast<uint64_t>(words[i].replacement)};
   }
   return words.size();
+}
+
+void mlxmem_watch_bindings_always(int always) {
+  watch_bindings_always(always != 0);
 }
 
 void mlxmem_backend(char* out, size_t size) {

@@ -4,8 +4,8 @@
 #include <cstring>
 
 #include "mlx_abi.h"
+#include "originals.h"
 #include "patch_set.h"
-#include "probes.h"
 
 namespace mlxmem {
 

@@ -22,28 +22,34 @@ void MlxCounters::bind(
     abi::CounterFn peak,
     abi::CounterFn memory_limit) {
   *this = MlxCounters();
-  active_ = active;
-  cache_ = cache;
-  peak_ = peak;
-  memory_limit_ = memory_limit;
+  active_function_ = active;
+  cache_function_ = cache;
+  peak_function_ = peak;
+  memory_limit_function_ = memory_limit;
   if (std::strcmp(allocator_class, abi::kCpuAllocatorType) == 0) {
     cpu_allocator_ = static_cast<const char*>(allocator);
   }
-  if (knows_layout() &&
-      word(cpu_allocator_, abi::kCpuPageSize) == abi::kCpuPageSizeValue) {
-    cache_word_ = reinterpret_cast<const uint64_t*>(
-        cpu_allocator_ + abi::kCpuCacheMemory);
+  bool fits = knows_layout();
+  has_cache_ =
+      fits && word(cpu_allocator_, abi::kCpuPageSize) == abi::kCpuPageSizeValue;
+  auto at = [this](size_t offset) {
+    return reinterpret_cast<const uint64_t*>(cpu_allocator_ + offset);
+  };
+  active_ = CounterWord(active, fits ? at(abi::kCpuActiveMemory) : nullptr);
+  cache_ = CounterWord(cache, has_cache_ ? at(abi::kCpuCacheMemory) : nullptr);
+  if (has_cache_) {
     mutex_word_ = reinterpret_cast<const int*>(cpu_allocator_ + abi::kCpuMutex);
   }
 }
 
 bool MlxCounters::knows_layout() const {
   auto fits = [this] {
-    return word(cpu_allocator_, abi::kCpuMemoryLimit) == memory_limit_() &&
-        word(cpu_allocator_, abi::kCpuActiveMemory) == active_() &&
-        word(cpu_allocator_, abi::kCpuPeakMemory) == peak_();
+    return word(cpu_allocator_, abi::kCpuMemoryLimit) ==
+        memory_limit_function_() &&
+        word(cpu_allocator_, abi::kCpuActiveMemory) == active_function_() &&
+        word(cpu_allocator_, abi::kCpuPeakMemory) == peak_function_();
   };
-  if (!cpu_allocator_ || !memory_limit_) {
+  if (!cpu_allocator_ || !memory_limit_function_) {
     return false;
   }
   // Another thread may allocate between two of the readings.
@@ -55,21 +61,21 @@ bool MlxCounters::knows_layout() const {
   return false;
 }
 
-uint64_t MlxCounters::cache_by_function() {
-  uint64_t cache = cache_();
-  if (cache_word_ && proofs_ < kProofs && cache != last_) {
-    if (__atomic_load_n(cache_word_, __ATOMIC_RELAXED) == cache) {
+uint64_t CounterWord::by_function() {
+  uint64_t value = function_();
+  if (word_ && proofs_ < kProofs && value != last_) {
+    if (__atomic_load_n(word_, __ATOMIC_RELAXED) == value) {
       ++proofs_;
-    } else {
-      cache_word_ = nullptr; // not the word it was taken for
+    } else if (function_() == value) {
+      word_ = nullptr; // not the word it was taken for
     }
-    last_ = cache;
+    last_ = value;
   }
-  return cache;
+  return value;
 }
 
 void** MlxCounters::cache_free_word() const {
-  if (!cache_word_ || !knows_layout()) {
+  if (!has_cache_ || !knows_layout()) {
     return nullptr;
   }
   auto slot = reinterpret_cast<void**>(
@@ -79,7 +85,7 @@ void** MlxCounters::cache_free_word() const {
 
 int64_t MlxCounters::cache_limit() const {
   // Without a cache, before 0.32.0, other members lie here.
-  return cache_word_ && knows_layout()
+  return has_cache_ && knows_layout()
       ? static_cast<int64_t>(word(cpu_allocator_, abi::kCpuCacheLimit))
       : -1;
 }

@@ -15,6 +15,34 @@ struct Counters {
   uint64_t peak = 0;
 };
 
+// A counter of MLX: its function, and where it is known the word that the
+// function returns. The word is read instead once it has proved itself, since
+// the functions take locks or come by many calls.
+class CounterWord {
+ public:
+  CounterWord() = default;
+  CounterWord(abi::CounterFn function, const uint64_t* word)
+      : function_(function), word_(word) {}
+
+  // Called with the books locked, at moments when nobody changes the word.
+  uint64_t read() {
+    return proofs_ >= kProofs ? __atomic_load_n(word_, __ATOMIC_RELAXED)
+                              : by_function();
+  }
+  bool is_proved() const {
+    return proofs_ >= kProofs;
+  }
+  uint64_t by_function();
+
+ private:
+  static constexpr int kProofs = 16;
+
+  abi::CounterFn function_ = nullptr;
+  const uint64_t* word_ = nullptr;
+  uint64_t last_ = 0;
+  int proofs_ = 0; // how often word and function agreed on a new value
+};
+
 class MlxCounters {
  public:
   // allocator: the object, of the class with this RTTI name.
@@ -27,22 +55,17 @@ class MlxCounters {
       abi::CounterFn memory_limit);
 
   Counters read() const {
-    return {active_(), cache_(), peak_()};
+    return {active_function_(), cache_function_(), peak_function_()};
   }
 
-  // Cheap: on the CPU it reads a word.
-  uint64_t active() const {
-    return active_();
+  // The active and the cached bytes, with the books locked.
+  uint64_t active() {
+    return active_.read();
   }
-
-  // The cached bytes. MLX's function takes a mutex; once its values have proved
-  // to be those of the allocator's own word, the word is read instead, unless
-  // somebody holds that mutex. Called with the books locked.
   uint64_t cache() {
-    if (proofs_ >= kProofs && mutex_is_free()) {
-      return __atomic_load_n(cache_word_, __ATOMIC_RELAXED);
-    }
-    return cache_by_function();
+    // The cache's word is not atomic: its mutex guards it.
+    return cache_.is_proved() && mutex_is_free() ? cache_.read()
+                                                 : cache_.by_function();
   }
 
   // The word through which the CPU's cache frees a buffer, holding that mutex;
@@ -53,23 +76,20 @@ class MlxCounters {
   int64_t cache_limit() const;
 
  private:
-  static constexpr int kProofs = 16;
-
   bool mutex_is_free() const {
     return __atomic_load_n(mutex_word_, __ATOMIC_ACQUIRE) == 0;
   }
   bool knows_layout() const;
-  uint64_t cache_by_function();
 
-  abi::CounterFn active_ = nullptr;
-  abi::CounterFn cache_ = nullptr;
-  abi::CounterFn peak_ = nullptr;
-  abi::CounterFn memory_limit_ = nullptr;
+  abi::CounterFn active_function_ = nullptr;
+  abi::CounterFn cache_function_ = nullptr;
+  abi::CounterFn peak_function_ = nullptr;
+  abi::CounterFn memory_limit_function_ = nullptr;
+  CounterWord active_;
+  CounterWord cache_;
   const char* cpu_allocator_ = nullptr; // the object, if it is the CPU's
-  const uint64_t* cache_word_ = nullptr;
+  bool has_cache_ = false; // and it is one with a cache
   const int* mutex_word_ = nullptr;
-  uint64_t last_ = 0;
-  int proofs_ = 0; // how often word and function agreed on a new value
 };
 
 } // namespace mlxmem

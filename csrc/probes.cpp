@@ -1,13 +1,12 @@
 #include "probes.h"
 
-#include <time.h>
-
 #include <atomic>
-#include <mutex>
 #include <new>
 
-#include "cache_returns.h"
+#include "cache_state.h"
+#include "originals.h"
 #include "primitive_classes.h"
+#include "session.h"
 #include "threads.h"
 
 namespace mlxmem {
@@ -19,28 +18,11 @@ namespace {
 
 // ---- state ---------------------------------------------------------------
 
-struct State {
-  std::atomic<bool> recording{false};
-  std::atomic<bool> tracking{true};
-  std::atomic<uint32_t> session{0};
-  std::atomic<TracebackCaptureFunc> capture{nullptr};
-  std::atomic<UnknownClassHandler> unknown_class{nullptr};
-  MemoryRange own_code; // where every replaced eval_cpu points to
-  std::atomic<uint64_t> frees{0}; // since the process began
-  bool out_of_memory = false; // under the books' mutex
-};
-
-State state;
-
-// Never destroyed: worker threads free buffers after static destructors ran.
-struct SharedBooks {
-  std::mutex mutex;
-  Books books;
-};
-SharedBooks& shared() {
-  static SharedBooks* instance = new SharedBooks;
-  return *instance;
-}
+std::atomic<TracebackCaptureFunc> capture_func{nullptr};
+std::atomic<bool> tracking{true};
+std::atomic<UnknownClassHandler> unknown_class{nullptr};
+MemoryRange own_code; // where every replaced eval_cpu points to
+std::atomic<uint64_t> frees{0}; // since the process began
 
 // The primitive that this thread evaluates.
 struct Operation {
@@ -65,20 +47,16 @@ struct ThreadState {
 
 thread_local ThreadState thread;
 
-bool recording() {
-  return state.recording.load(std::memory_order_acquire);
-}
-
 TracebackId capture() {
-  auto function = state.capture.load(std::memory_order_relaxed);
-  if (!function || !state.tracking.load(std::memory_order_relaxed)) {
+  auto function = capture_func.load(std::memory_order_relaxed);
+  if (!function || !tracking.load(std::memory_order_relaxed)) {
     return 0;
   }
   return function();
 }
 
-uint32_t session() {
-  return state.session.load(std::memory_order_relaxed);
+uint32_t session_number() {
+  return session.number.load(std::memory_order_relaxed);
 }
 
 // ---- the traceback id in a node ------------------------------------------
@@ -103,7 +81,7 @@ const uint32_t* word_at(const void* object, size_t offset) {
 
 Origin origin_of_node(const void* desc) {
   Origin origin;
-  origin.session = session();
+  origin.session = session_number();
   origin.traceback = traceback_of(desc);
   return origin;
 }
@@ -121,7 +99,7 @@ Origin origin_of_allocation() {
     origin.primitive = operation.name;
     return origin;
   }
-  origin.session = session();
+  origin.session = session_number();
   origin.traceback = capture();
   if (!origin.traceback && thread.released_traceback) {
     origin.traceback = thread.released_traceback;
@@ -152,33 +130,24 @@ class OperationScope {
 // allocator that did call back would find in_allocator set and pass through.
 class AllocatorScope {
  public:
-  AllocatorScope() : lock_(shared().mutex) {
-    thread.in_allocator = true;
+  AllocatorScope() : lock_(session.mutex), thread_(thread) {
+    thread_.in_allocator = true;
   }
   ~AllocatorScope() {
-    thread.in_allocator = false;
+    thread_.in_allocator = false;
   }
   // The session may have ended while this thread waited.
   bool recording() const {
-    return mlxmem::recording();
-  }
-
-  template <typename Work>
-  void book(Work&& work) {
-    try {
-      work(shared().books);
-    } catch (const std::bad_alloc&) {
-      state.out_of_memory = true;
-      state.recording.store(false, std::memory_order_release);
-    }
+    return is_recording();
   }
 
  private:
   std::lock_guard<std::mutex> lock_;
+  ThreadState& thread_;
 };
 
 bool passes_through() {
-  return !recording() || thread.in_allocator;
+  return !is_recording() || thread.in_allocator;
 }
 
 uint64_t address_of(const void* pointer) {
@@ -187,7 +156,7 @@ uint64_t address_of(const void* pointer) {
 
 void remember_allocated(void* buffer) {
   thread.last_allocated = buffer;
-  thread.frees_at_allocation = state.frees.load(std::memory_order_relaxed);
+  thread.frees_at_allocation = frees.load(std::memory_order_relaxed);
 }
 
 void note_bound_buffer(const void* array, void* buffer) {
@@ -196,7 +165,7 @@ void note_bound_buffer(const void* array, void* buffer) {
   }
   // Seen by malloc a moment ago, and not freed by another thread since.
   bool seen = buffer == thread.last_allocated &&
-      thread.frees_at_allocation == state.frees.load(std::memory_order_relaxed);
+      thread.frees_at_allocation == frees.load(std::memory_order_relaxed);
   thread.last_allocated = nullptr;
   if (seen) {
     return;
@@ -205,97 +174,14 @@ void note_bound_buffer(const void* array, void* buffer) {
       ? origin_of_allocation()
       : origin_of_node(*static_cast<void* const*>(array));
   AllocatorScope scope;
-  if (!scope.recording() || shared().books.is_active(address_of(buffer))) {
+  if (!scope.recording() || session.books.is_active(address_of(buffer))) {
     return;
   }
   Counters counters = mlx_counters.read();
   size_t size = originals.size(originals.allocator, buffer);
-  scope.book([&](Books& books) {
+  book([&](Books& books) {
     books.bound(address_of(buffer), size, counters, origin);
   });
-}
-
-// ---- MLX's cache, with the books locked -------------------------------------
-
-// The cached bytes, and how many the cache had returned by then.
-struct CacheReading {
-  uint64_t bytes;
-  uint64_t returned;
-};
-
-CacheReading read_cache() {
-  CacheReading reading;
-  do {
-    reading.returned = cache_returned_bytes();
-    reading.bytes = mlx_counters.cache();
-  } while (reading.returned != cache_returned_bytes());
-  return reading;
-}
-
-// Bytes that left the cache between two readings other than to the OS.
-uint64_t taken_between(const CacheReading& before, const CacheReading& after) {
-  int64_t taken =
-      before.bytes - after.bytes - (after.returned - before.returned);
-  return taken > 0 ? taken : 0;
-}
-
-bool went_to_cache(
-    const CacheReading& before,
-    const CacheReading& after,
-    uint64_t size) {
-  return size &&
-      after.bytes + (after.returned - before.returned) == before.bytes + size;
-}
-
-// Books what left the cache: what was noted there where it can be noted, else
-// what the counter tells.
-void book_cache(Books& books, const CacheReading& reading) {
-  if (!originals.notes_cache_returns) {
-    books.observe_cache(reading.bytes);
-    return;
-  }
-  static auto* returns = new std::vector<CacheReturn>;
-  if (!take_cache_returns(returns)) {
-    throw std::bad_alloc();
-  }
-  for (auto& buffer : *returns) {
-    books.left_cache(buffer);
-  }
-}
-
-void book_before(Books& books, const CacheReading& reading) {
-  // On CUDA active bytes may wait to be bound.
-  if (!originals.allocates_unseen) {
-    books.observe_active(mlx_counters.active());
-  }
-  book_cache(books, reading);
-}
-
-// At a moment when nothing is under way.
-void book_counters(Books& books) {
-  CacheReading reading = read_cache();
-  book_before(books, reading);
-  if (originals.notes_cache_returns &&
-      reading.returned == cache_returned_bytes()) {
-    books.observe_cache(reading.bytes);
-  }
-}
-
-// Threads that entered the allocator before its vtable was swapped finish
-// unseen. With the books locked nobody else enters: wait until the counters
-// stand still.
-Counters settled_counters() {
-  Counters counters = mlx_counters.read();
-  for (int i = 0; i < 50; ++i) {
-    timespec pause = {0, 20000};
-    nanosleep(&pause, nullptr);
-    Counters again = mlx_counters.read();
-    if (again.active == counters.active && again.cache == counters.cache) {
-      return again;
-    }
-    counters = again;
-  }
-  return counters;
 }
 
 } // namespace
@@ -311,13 +197,13 @@ void* probes::malloc(void* self, size_t size) {
   if (!scope.recording()) {
     return originals.malloc(self, size);
   }
-  CacheReading before = read_cache();
-  scope.book([&](Books& books) { book_before(books, before); });
+  CacheState before = read_cache_state();
+  book([&](Books& books) { book_before(books, before); });
   void* buffer = originals.malloc(self, size);
   if (buffer) {
     size_t real_size = originals.size(self, buffer);
-    CacheReading after = read_cache();
-    scope.book([&](Books& books) {
+    CacheState after = read_cache_state();
+    book([&](Books& books) {
       // The OS may have handed out an address that the cache just returned.
       if (originals.notes_cache_returns) {
         book_cache(books, after);
@@ -328,7 +214,9 @@ void* probes::malloc(void* self, size_t size) {
           size,
           taken_between(before, after),
           origin);
-      book_cache(books, after);
+      if (!originals.notes_cache_returns) {
+        book_cache(books, after);
+      }
     });
     remember_allocated(buffer);
   }
@@ -343,15 +231,16 @@ void probes::free(void* self, void* buffer) {
   if (!scope.recording()) {
     return originals.free(self, buffer);
   }
-  state.frees.fetch_add(1, std::memory_order_relaxed);
-  CacheReading before = read_cache();
-  scope.book([&](Books& books) { book_before(books, before); });
-  uint32_t slot = shared().books.find(address_of(buffer));
+  frees.store(
+      frees.load(std::memory_order_relaxed) + 1, std::memory_order_relaxed);
+  CacheState before = read_cache_state();
+  book([&](Books& books) { book_before(books, before); });
+  uint32_t slot = session.books.find(address_of(buffer));
   uint64_t size = slot == BufferTable::kNone ? originals.size(self, buffer)
-                                             : shared().books.size_of(slot);
+                                             : session.books.size_of(slot);
   originals.free(self, buffer);
-  CacheReading after = read_cache();
-  scope.book([&](Books& books) {
+  CacheState after = read_cache_state();
+  book([&](Books& books) {
     books.freed(
         address_of(buffer), slot, size, went_to_cache(before, after, size));
     book_cache(books, after);
@@ -359,7 +248,7 @@ void probes::free(void* self, void* buffer) {
 }
 
 void probes::cache_free(void* buffer) {
-  if (recording()) {
+  if (is_recording()) {
     note_cache_return(
         address_of(buffer), originals.size(originals.allocator, buffer));
   }
@@ -374,7 +263,7 @@ void* probes::make_buffer(void* self, void* pointer, size_t size) {
   AllocatorScope scope;
   void* buffer = originals.make_buffer(self, pointer, size);
   if (buffer && scope.recording()) {
-    scope.book([&](Books& books) {
+    book([&](Books& books) {
       books.made_buffer(address_of(buffer), size, origin);
     });
     remember_allocated(buffer);
@@ -390,7 +279,7 @@ void probes::release(void* self, void* buffer) {
   size_t size = originals.size(self, buffer);
   originals.release(self, buffer);
   if (scope.recording()) {
-    scope.book([&](Books& books) { books.released(address_of(buffer), size); });
+    book([&](Books& books) { books.released(address_of(buffer), size); });
   }
 }
 
@@ -398,13 +287,13 @@ void probes::release(void* self, void* buffer) {
 
 void probes::desc_init(void* desc) {
   originals.desc_init(desc);
-  if (!recording()) {
+  if (!is_recording()) {
     return;
   }
   auto& operation = thread.operation;
   TracebackId id = operation.primitive_class ? operation.traceback : capture();
   uint32_t session_of_id =
-      operation.primitive_class ? operation.session : session();
+      operation.primitive_class ? operation.session : session_number();
   if (!id && !operation.primitive_class) {
     id = thread.released_traceback;
     session_of_id = thread.released_session;
@@ -415,8 +304,8 @@ void probes::desc_init(void* desc) {
   // A class of a library that was loaded after the attach.
   auto primitive = *reinterpret_cast<void****>(
       static_cast<char*>(desc) + abi::kDescPrimitive);
-  if (primitive && !state.own_code.contains((*primitive)[abi::kEvalCpu])) {
-    auto handler = state.unknown_class.load(std::memory_order_relaxed);
+  if (primitive && !own_code.contains((*primitive)[abi::kEvalCpu])) {
+    auto handler = unknown_class.load(std::memory_order_relaxed);
     if (handler) {
       handler(*primitive);
     }
@@ -425,7 +314,8 @@ void probes::desc_init(void* desc) {
 
 TracebackId traceback_of(const void* desc) {
   return desc &&
-          *word_at(desc, abi::kDescStatusPadding) == node_tag(desc, session())
+          *word_at(desc, abi::kDescStatusPadding) ==
+              node_tag(desc, session_number())
       ? *word_at(desc, abi::kDescTailPadding)
       : 0;
 }
@@ -483,13 +373,13 @@ void evaluate_primitive(
     void* primitive,
     const void* inputs,
     void* outputs) {
-  if (!recording()) {
+  if (!is_recording()) {
     return original(primitive, inputs, outputs);
   }
   Operation operation;
   operation.primitive = primitive;
   operation.primitive_class = &primitive_class;
-  operation.session = session();
+  operation.session = session_number();
   operation.stream =
       static_cast<int32_t>(*word_at(primitive, abi::kPrimitiveStream));
   // outputs is a std::vector<array>; the first output's node was created at
@@ -525,7 +415,7 @@ void probes::enqueue(
     std::function<void()>* task) {
   auto* primitive_class = thread.operation.primitive_class;
   if (primitive_class && primitive_class->allocates_on_worker && *task &&
-      recording()) {
+      is_recording()) {
     // The primitive may be gone when the worker comes to it: name it now.
     Origin origin = origin_of_allocation();
     WorkerTask wrapped;
@@ -549,9 +439,9 @@ void probes::enqueue(
 // ---- the GIL -------------------------------------------------------------
 
 void* probes::release_gil() {
-  if (recording()) {
+  if (is_recording()) {
     thread.released_traceback = capture();
-    thread.released_session = session();
+    thread.released_session = session_number();
   }
   return originals.release_gil();
 }
@@ -561,78 +451,24 @@ void probes::acquire_gil(void* thread_state) {
   originals.acquire_gil(thread_state);
 }
 
-// ---- control -------------------------------------------------------------
+// ---- what the probes work with --------------------------------------------
 
-void set_traceback_capture_func(TracebackCaptureFunc capture) {
-  state.capture.store(capture);
+void set_traceback_capture_func(TracebackCaptureFunc function) {
+  capture_func.store(function);
 }
 
-void set_traceback_tracking(bool tracking) {
-  state.tracking.store(tracking);
+void set_traceback_tracking(bool on) {
+  tracking.store(on);
 }
 
 void set_unknown_class_handler(
     UnknownClassHandler handler,
-    const MemoryRange& own_code) {
-  state.own_code = own_code;
-  state.unknown_class.store(handler);
+    const MemoryRange& code) {
+  own_code = code;
+  unknown_class.store(handler);
 }
 
-void start_session(uint64_t max_entries) {
-  std::lock_guard<std::mutex> lock(shared().mutex);
-  state.recording.store(false, std::memory_order_release);
-  state.out_of_memory = false;
-  auto& books = shared().books;
-  std::vector<CacheReturn> older;
-  Counters counters = settled_counters();
-  take_cache_returns(&older); // of before
-  books.start(max_entries, counters);
-  state.session.store(books.session());
-  state.recording.store(true, std::memory_order_release);
-}
-
-void stop_session() {
-  std::lock_guard<std::mutex> lock(shared().mutex);
-  if (recording()) {
-    book_counters(shared().books);
-    state.recording.store(false, std::memory_order_release);
-  }
-}
-
-bool is_recording() {
-  return recording();
-}
-
-bool ran_out_of_memory() {
-  std::lock_guard<std::mutex> lock(shared().mutex);
-  return state.out_of_memory;
-}
-
-SessionCopy copy_session(bool with_events) {
-  SessionCopy copy;
-  std::lock_guard<std::mutex> lock(shared().mutex);
-  auto& books = shared().books;
-  if (recording()) {
-    book_counters(books);
-  }
-  copy.totals = books.totals();
-  if (with_events) {
-    copy.events = books.events();
-    copy.older_buffers = books.older_buffers();
-  }
-  return copy;
-}
-
-void lock_books() {
-  shared().mutex.lock();
-}
-
-void unlock_books() {
-  shared().mutex.unlock();
-}
-
-void reset_after_fork() {
-  state.recording.store(false, std::memory_order_release);
+void forget_thread_state() {
   thread.released_traceback = 0;
   forget_current_thread_id();
 }

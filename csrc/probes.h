@@ -8,39 +8,13 @@
 #include <cstddef>
 #include <cstdint>
 
-#include "books.h"
+#include "event.h"
 #include "image.h"
 #include "mlx_abi.h"
-#include "mlx_counters.h"
 
 namespace mlxmem {
 
 using TracebackCaptureFunc = TracebackId (*)();
-
-// MLX's own functions. Set once, before the first patch; the probes stay
-// callable after the patches are gone, for threads that are still inside.
-struct Originals {
-  abi::MallocFn malloc = nullptr;
-  abi::FreeFn free = nullptr;
-  abi::SizeFn size = nullptr;
-  abi::MakeBufferFn make_buffer = nullptr;
-  abi::FreeFn release = nullptr;
-  abi::CacheFreeFn cache_free = nullptr;
-  abi::DescInitFn desc_init = nullptr;
-  abi::SetDataFn set_data = nullptr;
-  abi::SetDataLongFn set_data_long = nullptr;
-  abi::SetDataOffsetFn set_data_offset = nullptr;
-  abi::SetDataOwnedFn set_data_owned = nullptr;
-  abi::SetDataOwnedLongFn set_data_owned_long = nullptr;
-  abi::EnqueueFn enqueue = nullptr;
-  abi::ReleaseGilFn release_gil = nullptr;
-  abi::AcquireGilFn acquire_gil = nullptr;
-  void* allocator = nullptr; // the object
-  bool allocates_unseen = false; // not every allocation takes its vtable
-  bool notes_cache_returns = false; // cache_free is patched
-};
-extern Originals originals;
-extern MlxCounters mlx_counters;
 
 namespace probes {
 
@@ -88,7 +62,7 @@ void acquire_gil(void* thread_state);
 
 } // namespace probes
 
-// ---- control -------------------------------------------------------------
+// ---- what the probes work with --------------------------------------------
 
 // nullptr or false: nodes and allocations get no traceback.
 void set_traceback_capture_func(TracebackCaptureFunc capture);
@@ -102,28 +76,11 @@ void set_unknown_class_handler(
     UnknownClassHandler handler,
     const MemoryRange& own_code);
 
-void start_session(uint64_t max_entries);
-void stop_session();
-bool is_recording();
-// Whether memory for the log ran out, which ends a session.
-bool ran_out_of_memory();
-
-struct SessionCopy {
-  Totals totals;
-  std::vector<Event> events;
-  std::vector<Event> older_buffers;
-};
-// What was recorded so far; with_events false: the totals only.
-SessionCopy copy_session(bool with_events);
-
 // The traceback id that a node carries; 0 when it was created outside the
 // running session.
 TracebackId traceback_of(const void* desc);
 
-// Around fork(): no other thread holds the books in the child, and the child
-// has no session.
-void lock_books();
-void unlock_books();
-void reset_after_fork();
+// In a forked child: what the calling thread remembers of its parent.
+void forget_thread_state();
 
 } // namespace mlxmem

@@ -4,9 +4,16 @@
 
 namespace mlxmem {
 
+namespace threads {
+inline thread_local uint32_t current_id = 0;
+uint32_t ask_current_id();
+} // namespace threads
+
 // The operating system's id of the calling thread; a system call only once per
 // thread.
-uint32_t current_thread_id();
+inline uint32_t current_thread_id() {
+  return threads::current_id ? threads::current_id : threads::ask_current_id();
+}
 
 // In a forked child, whose thread has a new id.
 void forget_current_thread_id();

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+import time
+from pathlib import Path
+
 import mlx.core as mx
 import numpy as np
 import pytest
@@ -245,3 +250,36 @@ def test_a_snapshot_while_recording_goes_on(books: Books) -> None:
     assert len(second["device_traces"][0]) > len(first["device_traces"][0])
     assert mlxmem.is_enabled()
     books.check()
+
+
+def test_memory_for_the_log_runs_out() -> None:
+    # In a process of its own, whose memory is limited.
+    target = Path(__file__).parent / "targets" / "log_without_memory.py"
+    done = subprocess.run(
+        [sys.executable, str(target)], capture_output=True, text=True, timeout=300
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_timestamps_are_those_of_the_monotonic_clock() -> None:
+    # GIVEN allocations over more than a second, after which the clocks are compared
+    # again, and when each began and ended, in microseconds
+    spans = []
+    with Books() as books:
+        end = time.monotonic() + 2.5
+        while time.monotonic() < end:
+            before = time.monotonic_ns()
+            array = mx.array(1.0)
+            spans.append((before / 1e3, time.monotonic_ns() / 1e3))
+            del array
+            time.sleep(0.005)
+        times = [event["timestamp_us"] for event in books.allocs()]
+    assert len(times) == len(spans) > 100
+
+    # THEN there is one moment of enable() from which all of them were counted
+    latest = min(after - t for (_, after), t in zip(spans, times, strict=True))
+    earliest = max(before - t for (before, _), t in zip(spans, times, strict=True))
+    slack = 5  # a microsecond of rounding, and what the two clocks differ by
+    assert earliest <= latest + slack
+    # AND they never run backwards
+    assert times == sorted(times)

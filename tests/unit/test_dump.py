@@ -241,6 +241,8 @@ def test_ctrl_c_ends_a_dump_and_leaves_what_was_there(
 ) -> None:
     # GIVEN Ctrl-C while the first piece is written
     assert threading.current_thread() is threading.main_thread()
+    # A shell starts what it puts in the background with SIGINT ignored.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
     target = tmp_path / "out.pickle"
     target.write_text("old")
     real = _pickle_writer.dump
@@ -256,8 +258,11 @@ def test_ctrl_c_ends_a_dump_and_leaves_what_was_there(
     monkeypatch.setattr(_pickle_writer, "dump", interrupted)
 
     # WHEN
-    with pytest.raises(KeyboardInterrupt):
-        dump(many(60_000), target)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            dump(many(60_000), target)
+    finally:
+        signal.signal(signal.SIGINT, before)
 
     # THEN
     assert len(pieces) == 1

@@ -1,0 +1,62 @@
+// The recording session: whether one runs, its books, and its beginning and
+// end. The probes read it on every call.
+
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+#include <mutex>
+#include <vector>
+
+#include "books.h"
+
+namespace mlxmem {
+
+struct Session {
+  std::atomic<bool> recording{false};
+  std::atomic<uint32_t> number{0};
+  // Held around the allocator's call and the booking of it.
+  std::mutex mutex;
+  Books books; // under the mutex, as is the rest
+  bool out_of_memory = false;
+};
+
+// Never destroyed: worker threads free buffers after static destructors ran.
+extern Session& session;
+
+inline bool is_recording() {
+  return session.recording.load(std::memory_order_acquire);
+}
+
+// Runs work(books) with the mutex held. Without memory for the log the session
+// ends, and says so.
+template <typename Work>
+void book(Work&& work) {
+  try {
+    work(session.books);
+  } catch (const std::bad_alloc&) {
+    session.out_of_memory = true;
+    session.recording.store(false, std::memory_order_release);
+  }
+}
+
+void start_session(uint64_t max_entries);
+void stop_session();
+// Whether memory for the log ran out, which ends a session.
+bool ran_out_of_memory();
+
+struct SessionCopy {
+  Totals totals;
+  std::vector<Event> events;
+  std::vector<Event> older_buffers;
+};
+// What was recorded so far; with_events false: the totals only.
+SessionCopy copy_session(bool with_events);
+
+// Around fork(): no other thread holds the books in the child, and the child
+// has no session.
+void lock_books();
+void unlock_books();
+void forget_session();
+
+} // namespace mlxmem
