@@ -142,7 +142,7 @@ class AllocatorScope {
   }
 
  private:
-  std::lock_guard<std::mutex> lock_;
+  std::lock_guard<AdaptiveMutex> lock_;
   ThreadState& thread_;
 };
 

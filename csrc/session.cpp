@@ -41,7 +41,7 @@ Counters settled_counters() {
 } // namespace
 
 void start_session(uint64_t max_entries) {
-  std::lock_guard<std::mutex> lock(session.mutex);
+  std::lock_guard<AdaptiveMutex> lock(session.mutex);
   session.recording.store(false, std::memory_order_release);
   session.out_of_memory = false;
   Counters counters = settled_counters();
@@ -52,7 +52,7 @@ void start_session(uint64_t max_entries) {
 }
 
 void stop_session() {
-  std::lock_guard<std::mutex> lock(session.mutex);
+  std::lock_guard<AdaptiveMutex> lock(session.mutex);
   if (is_recording()) {
     book(book_counters);
     session.recording.store(false, std::memory_order_release);
@@ -60,13 +60,13 @@ void stop_session() {
 }
 
 bool ran_out_of_memory() {
-  std::lock_guard<std::mutex> lock(session.mutex);
+  std::lock_guard<AdaptiveMutex> lock(session.mutex);
   return session.out_of_memory;
 }
 
 SessionCopy copy_session(bool with_events) {
   SessionCopy copy;
-  std::lock_guard<std::mutex> lock(session.mutex);
+  std::lock_guard<AdaptiveMutex> lock(session.mutex);
   auto& books = session.books;
   if (is_recording()) {
     book(book_counters);

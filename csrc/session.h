@@ -8,6 +8,7 @@
 #include <mutex>
 #include <vector>
 
+#include "adaptive_mutex.h"
 #include "books.h"
 
 namespace mlxmem {
@@ -16,7 +17,7 @@ struct Session {
   std::atomic<bool> recording{false};
   std::atomic<uint32_t> number{0};
   // Held around the allocator's call and the booking of it.
-  std::mutex mutex;
+  AdaptiveMutex mutex;
   Books books; // under the mutex, as is the rest
   bool out_of_memory = false;
 };
