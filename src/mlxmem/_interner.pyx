@@ -410,7 +410,7 @@ def resolve_traceback(id):
     Notes
     -----
     Python 3.10 has no ``co_qualname``. There the name is looked for when it is
-    first read: see `_find_names_310`.
+    first read: see `_qualnames_310.find_names`.
     """
     cdef Stack stack
     cdef int line
@@ -430,9 +430,11 @@ def resolve_traceback(id):
     try:
         names = names_310
         if PY_VERSION_HEX < 0x030B0000:
+            from mlxmem._qualnames_310 import find_names
+
             wanted = [<object>stack.codes[i] for i in range(stack.count)]
             if any(builtin_id(code) not in names for code in wanted):
-                _find_names_310(wanted + owned_codes(), names)
+                find_names(wanted + owned_codes(), names)
         found = []
         for i in range(stack.count - 1, -1, -1):
             code = <object>stack.codes[i]
@@ -566,78 +568,6 @@ cdef list owned_codes():
             decref(codes[i])
         free(codes)
 
-
-def _find_names_310(wanted, names):
-    """Find the qualified names of code objects, as 3.11's compiler makes them.
-
-    Looked at, in this order; the first that knows a code object decides:
-
-    1. module code is called ``<module>``;
-    2. live functions that the garbage collector tracks and that are no closures,
-       by their ``__qualname__``, unless its last part is not the code's own name
-       (``functools.wraps`` copies the name of what it wraps);
-    3. code objects nested in those found, by the compiler's rule: the parent's
-       name, then ``.<locals>`` if the parent is a function, then its own name;
-    4. the ``__qualname__`` of any other live function with that code;
-    5. the bare ``co_name``: the function is gone or frozen (``gc.freeze``), and
-       so is the code that it was defined in.
-
-    Parameters
-    ----------
-    wanted : list of code
-        Code objects to name.
-    names : dict of int to str
-        Names by ``id(code)``; every wanted one is there afterwards.
-    """
-    import gc
-    from types import CodeType, FunctionType
-
-    is_function = 0x2  # CO_NEWLOCALS: neither a module's code nor a class body
-    is_optimized = 0x1
-    files = {code.co_filename for code in wanted}
-    found = {}
-    doubtful = []
-    for code in wanted:
-        if code.co_name == "<module>":
-            found[builtin_id(code)] = (code, "<module>")
-    for function in gc.get_objects():
-        if type(function) is not FunctionType:
-            continue
-        code = function.__code__
-        if code.co_filename not in files:
-            continue
-        name = function.__qualname__
-        own = name.rpartition(".")[2] == code.co_name
-        if own and "<locals>" not in name:
-            found[builtin_id(code)] = (code, name)
-        else:
-            doubtful.append((own, code, name))
-    # Taken from the end: those that at least carry the code's own name first.
-    doubtful.sort(key=lambda entry: entry[0])
-    to_visit = list(found.values())
-    while to_visit or doubtful:
-        if not to_visit:
-            # No parent is known for these: their own word, and go down again.
-            _, code, name = doubtful.pop()
-            if builtin_id(code) in found:
-                continue
-            found[builtin_id(code)] = (code, name)
-            to_visit.append((code, name))
-        code, name = to_visit.pop()
-        if code.co_name == "<module>":
-            prefix = ""
-        elif code.co_flags & is_optimized and code.co_flags & is_function:
-            prefix = name + ".<locals>."
-        else:
-            prefix = name + "."
-        for child in code.co_consts:
-            if type(child) is CodeType and builtin_id(child) not in found:
-                entry = (child, prefix + child.co_name)
-                found[builtin_id(child)] = entry
-                to_visit.append(entry)
-    for code in wanted:
-        entry = found.get(builtin_id(code))
-        names[builtin_id(code)] = code.co_name if entry is None else entry[1]
 
 
 # --- for tests and benchmarks -----------------------------------------------
