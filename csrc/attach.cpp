@@ -9,7 +9,6 @@
 #include <dlfcn.h>
 
 #include <algorithm>
-#include <atomic>
 #include <cstring>
 #include <mutex>
 
@@ -80,40 +79,29 @@ void add_class(const MlxCore& mlx, const Image& image, void** vtable) {
 
 // ---- import slots ----------------------------------------------------------
 
-std::atomic<bool> always_watches_bindings{false};
-
-bool watches_bindings() {
-  return originals.allocates_unseen || always_watches_bindings;
-}
-
 struct Import {
   const char* symbol;
   void* replacement;
   void** original; // in originals
   bool in_mlx; // libmlx defines it; else the program that imports libmlx
-  bool binds; // only where buffers are allocated past the vtable
 };
 
-#define MLXMEM_IMPORT(symbol, probe, in_mlx, binds)               \
-  Import {                                                        \
-    symbol, reinterpret_cast<void*>(&probes::probe),              \
-        reinterpret_cast<void**>(&originals.probe), in_mlx, binds \
+#define MLXMEM_IMPORT(symbol, probe, in_mlx)               \
+  Import {                                                 \
+    symbol, reinterpret_cast<void*>(&probes::probe),       \
+        reinterpret_cast<void**>(&originals.probe), in_mlx \
   }
 
 const Import kImports[] = {
-    MLXMEM_IMPORT(abi::kDescInitSymbol, desc_init, true, false),
-    MLXMEM_IMPORT(abi::kSetDataSymbol, set_data, true, true),
-    MLXMEM_IMPORT(abi::kSetDataLongSymbol, set_data_long, true, true),
-    MLXMEM_IMPORT(abi::kSetDataOffsetSymbol, set_data_offset, true, true),
-    MLXMEM_IMPORT(abi::kSetDataOwnedSymbol, set_data_owned, true, true),
-    MLXMEM_IMPORT(
-        abi::kSetDataOwnedLongSymbol,
-        set_data_owned_long,
-        true,
-        true),
-    MLXMEM_IMPORT(abi::kEnqueueSymbol, enqueue, true, false),
-    MLXMEM_IMPORT(abi::kReleaseGilSymbol, release_gil, false, false),
-    MLXMEM_IMPORT(abi::kAcquireGilSymbol, acquire_gil, false, false),
+    MLXMEM_IMPORT(abi::kDescInitSymbol, desc_init, true),
+    MLXMEM_IMPORT(abi::kSetDataSymbol, set_data, true),
+    MLXMEM_IMPORT(abi::kSetDataLongSymbol, set_data_long, true),
+    MLXMEM_IMPORT(abi::kSetDataOffsetSymbol, set_data_offset, true),
+    MLXMEM_IMPORT(abi::kSetDataOwnedSymbol, set_data_owned, true),
+    MLXMEM_IMPORT(abi::kSetDataOwnedLongSymbol, set_data_owned_long, true),
+    MLXMEM_IMPORT(abi::kEnqueueSymbol, enqueue, true),
+    MLXMEM_IMPORT(abi::kReleaseGilSymbol, release_gil, false),
+    MLXMEM_IMPORT(abi::kAcquireGilSymbol, acquire_gil, false),
 };
 
 #undef MLXMEM_IMPORT
@@ -127,8 +115,7 @@ void add_imports(const MlxCore& mlx, const Image& image) {
   std::vector<Found> found;
   image.for_each_import([&](const char* name, void** slot) {
     for (auto& import : kImports) {
-      if ((!import.binds || watches_bindings()) &&
-          std::strcmp(name, import.symbol) == 0) {
+      if (std::strcmp(name, import.symbol) == 0) {
         found.push_back({&import, slot});
       }
     }
@@ -342,10 +329,6 @@ std::string backend() {
 int64_t cache_limit() {
   std::lock_guard<std::mutex> lock(attach_mutex());
   return mlx_counters.cache_limit();
-}
-
-void watch_bindings_always(bool always) {
-  always_watches_bindings = always;
 }
 
 void lock_attach() {

@@ -38,10 +38,6 @@ std::string backend();
 // The allocator's cache limit in bytes, -1 where it can't be told.
 int64_t cache_limit();
 
-// Whether set_data() is patched also where every allocation takes the
-// allocator's vtable; from the next attach on.
-void watch_bindings_always(bool always);
-
 // Around fork(), see hook_api.cpp.
 void lock_attach();
 void unlock_attach();

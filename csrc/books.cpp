@@ -9,16 +9,16 @@
 namespace mlxmem {
 
 void Books::start(uint64_t max_entries, const Counters& counters) {
+  clock_.start();
   log_.reset(max_entries);
   table_.clear();
   totals_ = Totals();
   totals_.now = counters;
   totals_.now.peak = counters.active;
   totals_.at_start = counters;
-  totals_.start_us = clock_ns(CLOCK_REALTIME) / 1000;
   totals_.max_entries = max_entries;
   unknown_cached_ = counters.cache;
-  clock_.start();
+  totals_.start_us = clock_ns(CLOCK_REALTIME) / 1000;
   start_ns_ = monotonic_ns();
   last_ns_ = start_ns_;
   ++session_;
@@ -83,6 +83,7 @@ void Books::allocated(
     uint64_t requested_size,
     uint64_t from_cache,
     const Origin& origin) {
+  log_.make_room(); // before anything is changed
   uint32_t slot = table_.find(address);
   Action action = Action::AllocNew;
   if (slot == BufferTable::kNone) {
@@ -139,6 +140,7 @@ void Books::allocated_as(
     uint64_t size,
     uint64_t requested_size,
     const Origin& origin) {
+  log_.make_room();
   auto& buffer = table_[slot];
   buffer.event_number = log_.next();
   buffer.event.size = size;
@@ -180,6 +182,7 @@ void Books::removed_as(
     uint64_t address,
     uint32_t slot,
     uint64_t size) {
+  log_.make_room(); // before anything is changed
   if (slot == BufferTable::kNone) {
     slot = table_.insert(address);
     table_[slot].event.size = size;

@@ -99,6 +99,10 @@ class Books {
   uint64_t active() const {
     return totals_.now.active;
   }
+  // The same without the lock: what it was a moment ago.
+  uint64_t peek_active() const {
+    return __atomic_load_n(&totals_.now.active, __ATOMIC_RELAXED);
+  }
 
   uint32_t session() const {
     return session_;

@@ -2,7 +2,6 @@
 
 #if MLXMEM_CYCLE_COUNTER
 
-#include <algorithm>
 #include <cmath>
 #include <cstdio>
 #include <cstring>
@@ -11,13 +10,12 @@ namespace mlxmem {
 
 namespace {
 
-constexpr uint64_t kSecond = 1000000000;
-// Over a tenth of a second the error of reading two clocks, some 0.1 us, is a
-// millionth; the rate is trusted for as long as it was measured, so the error
-// stays at that.
-constexpr uint64_t kShortest = kSecond / 10;
-// More than this off: the machine slept, or moved to another processor.
-constexpr uint64_t kTooFarOff = kSecond / 1000;
+// The rate is measured over such a time and trusted for as long: the error of
+// reading two clocks, some 0.1 us, stays at that. In ns.
+constexpr uint64_t kInterval = 100000000;
+// Rates that differ by more, as a share: the machine slept, or moved to another
+// processor.
+constexpr double kUneven = 0.002;
 // Between the two readings of the counter around one of the clock; above it
 // the thread was interrupted.
 constexpr uint64_t kLongestReading = 5000;
@@ -53,6 +51,10 @@ bool EventClock::read_moment(Moment* out) {
 
 void EventClock::start() {
   trusts_counter_ = linux_keeps_time_by_it();
+  if (!trusts_counter_) {
+    compared_ = Moment();
+    trusted_cycles_ = ns_per_cycle_ = 0;
+  }
 }
 
 uint64_t EventClock::compare() {
@@ -60,28 +62,22 @@ uint64_t EventClock::compare() {
   if (!trusts_counter_ || !read_moment(&now)) {
     return monotonic_ns();
   }
-  if (trusted_cycles_) {
-    double passed = static_cast<double>(now.cycles - compared_cycles_) *
-        ns_per_cycle_ / (1 << kFraction);
-    double off = passed - static_cast<double>(now.ns - compared_ns_);
-    if (std::abs(off) > kTooFarOff + passed / 10000) {
-      first_ = Moment();
-      trusted_cycles_ = 0;
-    }
-  }
-  if (!first_.ns || now.cycles <= first_.cycles) {
-    first_ = now;
+  if (!compared_.ns || now.cycles <= compared_.cycles) {
+    compared_ = now;
+    trusted_cycles_ = ns_per_cycle_ = 0;
     return now.ns;
   }
-  uint64_t ns = now.ns - first_.ns;
-  if (ns < kShortest) {
+  uint64_t ns = now.ns - compared_.ns;
+  if (ns < kInterval) {
     return now.ns;
   }
-  double rate = static_cast<double>(ns) / (now.cycles - first_.cycles);
+  double before = static_cast<double>(ns_per_cycle_) / (1 << kFraction);
+  double rate = static_cast<double>(ns) / (now.cycles - compared_.cycles);
+  compared_ = now;
   ns_per_cycle_ = static_cast<uint64_t>(rate * (1 << kFraction));
-  compared_cycles_ = now.cycles;
-  compared_ns_ = now.ns;
-  trusted_cycles_ = static_cast<uint64_t>(std::min(ns, kSecond) / rate);
+  trusted_cycles_ = before && std::abs(rate / before - 1) > kUneven
+      ? 0
+      : static_cast<uint64_t>(kInterval / rate);
   return now.ns;
 }
 

@@ -28,18 +28,21 @@ inline uint64_t monotonic_ns() {
 
 // The same time, read by the processor's cycle counter where Linux itself keeps
 // its time by that counter: a third of clock_gettime()'s cost. The two are
-// compared again after each second at the latest. Not synchronised.
+// compared again after a tenth of a second. Not synchronised.
 class EventClock {
  public:
-  // Once, before now_ns(): asks Linux whether the counter can be trusted.
+  // Before now_ns(), when a session begins: asks Linux whether the counter can
+  // be trusted.
   void start();
 
-  // May lie a microsecond off, also backwards from one call to the next.
+  // May lie a microsecond off, also backwards from one call to the next; while
+  // the system's time is being corrected some tens, which is 500 millionths of
+  // a tenth of a second.
   uint64_t now_ns() {
 #if MLXMEM_CYCLE_COUNTER
-    uint64_t passed = __rdtsc() - compared_cycles_;
+    uint64_t passed = __rdtsc() - compared_.cycles;
     if (passed < trusted_cycles_) {
-      return compared_ns_ + (passed * ns_per_cycle_ >> kFraction);
+      return compared_.ns + (passed * ns_per_cycle_ >> kFraction);
     }
     return compare();
 #else
@@ -59,11 +62,9 @@ class EventClock {
   uint64_t compare();
 
   bool trusts_counter_ = false;
-  uint64_t compared_cycles_ = 0;
-  uint64_t compared_ns_ = 0;
-  uint64_t trusted_cycles_ = 0; // from compared_cycles_; 0: rate not known
+  Moment compared_ = {0, 0}; // when both were read
+  uint64_t trusted_cycles_ = 0; // from then on; 0: the rate is not known
   uint64_t ns_per_cycle_ = 0; // fixed point
-  Moment first_ = {0, 0}; // from here on the counter's rate is measured
 #endif
 };
 

@@ -16,7 +16,7 @@ void EventLog::next_run() {
   uint64_t position = max_entries_ ? next_ % max_entries_ : next_;
   size_t chunk = position / kChunk;
   if (chunk == chunks_.size()) {
-    chunks_.emplace_back(new Event[kChunk]);
+    chunks_.push_back(std::unique_ptr<Event[]>(new Event[kChunk]));
   }
   uint64_t end = (chunk + 1) * kChunk;
   if (max_entries_) {

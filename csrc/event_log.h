@@ -16,11 +16,15 @@ class EventLog {
   // max_entries 0: no limit. Drops what was logged.
   void reset(uint64_t max_entries);
 
-  // Throws std::bad_alloc when a new chunk can't be had.
-  void append(const Event& event) {
+  // The next append() will not throw. Throws std::bad_alloc when a new chunk
+  // can't be had.
+  void make_room() {
     if (free_ == free_end_) {
       next_run();
     }
+  }
+  void append(const Event& event) {
+    make_room();
     *free_++ = event;
     ++next_;
   }

@@ -187,10 +187,6 @@ size_t mlxmem_patched_words(mlxmem_word* out, size_t capacity) {
   return words.size();
 }
 
-void mlxmem_watch_bindings_always(int always) {
-  watch_bindings_always(always != 0);
-}
-
 void mlxmem_backend(char* out, size_t size) {
   write_text(backend(), out, size);
 }

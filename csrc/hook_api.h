@@ -69,10 +69,6 @@ MLXMEM_API const char* mlxmem_primitive_name(uint32_t id);
 MLXMEM_API int64_t mlxmem_attach_new_images(char* message, size_t message_size);
 // Writes up to capacity changed words and returns how many there are.
 MLXMEM_API size_t mlxmem_patched_words(mlxmem_word* out, size_t capacity);
-// Whether buffers are watched as they are bound to arrays also where every
-// allocation takes the allocator's vtable: CUDA's way, tested on a CPU. From
-// the next attach on.
-MLXMEM_API void mlxmem_watch_bindings_always(int always);
 // "cpu", "cuda", "metal"; "" before the first attach.
 MLXMEM_API void mlxmem_backend(char* out, size_t size);
 // The cache limit in bytes, -1 where this MLX does not show it.

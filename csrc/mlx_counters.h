@@ -26,8 +26,16 @@ class CounterWord {
 
   // Called with the books locked, at moments when nobody changes the word.
   uint64_t read() {
-    return proofs_ >= kProofs ? __atomic_load_n(word_, __ATOMIC_RELAXED)
+    return proofs_ >= kProofs ? __atomic_load_n(word_, __ATOMIC_ACQUIRE)
                               : by_function();
+  }
+  // Without the lock; false where the word has not proved itself.
+  bool peek(uint64_t* out) const {
+    if (__atomic_load_n(&proofs_, __ATOMIC_RELAXED) < kProofs) {
+      return false;
+    }
+    *out = __atomic_load_n(word_, __ATOMIC_RELAXED);
+    return true;
   }
   bool is_proved() const {
     return proofs_ >= kProofs;
@@ -61,6 +69,9 @@ class MlxCounters {
   // The active and the cached bytes, with the books locked.
   uint64_t active() {
     return active_.read();
+  }
+  bool peek_active(uint64_t* out) const {
+    return active_.peek(out);
   }
   uint64_t cache() {
     // The cache's word is not atomic: its mutex guards it.

@@ -159,6 +159,14 @@ void remember_allocated(void* buffer) {
   thread.frees_at_allocation = frees.load(std::memory_order_relaxed);
 }
 
+// A look without the lock: while another thread allocates or frees it may say
+// no for yes, and costs no more than the lock then.
+bool all_active_is_booked() {
+  uint64_t active;
+  return mlx_counters.peek_active(&active) &&
+      active == session.books.peek_active();
+}
+
 void note_bound_buffer(const void* array, void* buffer) {
   if (!buffer || passes_through()) {
     return;
@@ -167,7 +175,7 @@ void note_bound_buffer(const void* array, void* buffer) {
   bool seen = buffer == thread.last_allocated &&
       thread.frees_at_allocation == frees.load(std::memory_order_relaxed);
   thread.last_allocated = nullptr;
-  if (seen) {
+  if (seen || all_active_is_booked()) {
     return;
   }
   Origin origin = thread.operation.primitive_class
@@ -200,7 +208,7 @@ void* probes::malloc(void* self, size_t size) {
   CacheState before = read_cache_state();
   book([&](Books& books) { book_before(books, before); });
   void* buffer = originals.malloc(self, size);
-  if (buffer) {
+  if (buffer && scope.recording()) {
     size_t real_size = originals.size(self, buffer);
     CacheState after = read_cache_state();
     book([&](Books& books) {
@@ -239,6 +247,9 @@ void probes::free(void* self, void* buffer) {
   uint64_t size = slot == BufferTable::kNone ? originals.size(self, buffer)
                                              : session.books.size_of(slot);
   originals.free(self, buffer);
+  if (!scope.recording()) {
+    return; // memory for the log ran out
+  }
   CacheState after = read_cache_state();
   book([&](Books& books) {
     books.freed(

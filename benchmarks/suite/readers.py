@@ -100,12 +100,19 @@ def resident(status: Path, field: str) -> int:
 
 
 class Disk:
-    """The file that dump() writes."""
+    """The file that dump() writes, in bytes."""
 
     params = (EVENTS,)
     param_names = ("events",)
     unit = "bytes"
     timeout = 900
+
+    def track_bytes(self, events: int) -> int:
+        """Return the file's size."""
+        import mlxmem
+
+        with tempfile.TemporaryDirectory() as folder:
+            return mlxmem.dump(Path(folder) / "out.pickle").stat().st_size
 
     def setup(self, events: int) -> None:
         """Make the recording."""

@@ -111,7 +111,6 @@ def _load() -> ctypes.CDLL:
             ctypes.c_size_t,
             [ctypes.POINTER(_Word), ctypes.c_size_t],
         ),
-        ("watch_bindings_always", None, [ctypes.c_int]),
         ("backend", None, text),
         ("cache_limit", ctypes.c_int64, []),
     ):
@@ -263,14 +262,6 @@ def patched_words() -> list[tuple[int, int, int]]:
     words = (_Word * n)()
     n = min(n, _native.mlxmem_patched_words(words, n))
     return [(w.address, w.original, w.replacement) for w in words[:n]]
-
-
-def watch_bindings_always(always: bool) -> None:
-    """Watch what is bound to arrays, as on CUDA, on other backends as well.
-
-    From the next `attach` on. For tests: elsewhere every allocation is seen before.
-    """
-    _native.mlxmem_watch_bindings_always(always)
 
 
 def backend() -> str:

@@ -22,7 +22,6 @@ import pytest
 from books import HAS_CPU_CACHE, Books
 
 import mlxmem
-from mlxmem import _hook
 from mlxmem._interner import resolve_traceback
 
 SOURCE = Path(__file__).parent / "targets" / "extension.cpp"
@@ -210,15 +209,6 @@ def test_a_valid_id_in_a_nodes_memory_is_no_stack(
             extension.drop(handle)
 
 
-@pytest.fixture
-def bindings_watched() -> Iterator[None]:
-    """Watch what is bound, as on CUDA: elsewhere every allocation takes the vtable."""
-    _hook.watch_bindings_always(True)
-    yield
-    _hook.watch_bindings_always(False)
-
-
-@pytest.mark.usefixtures("bindings_watched")
 @pytest.mark.parametrize("when", ["before", "while recording"])
 def test_a_buffer_that_goes_around_the_vtable_is_seen_when_bound(
     built: Path, tmp_path: Path, when: str
@@ -252,7 +242,7 @@ def test_a_buffer_that_goes_around_the_vtable_is_seen_when_bound(
         assert len(books.events()) == 2
 
 
-@pytest.mark.usefixtures("cpu_cache", "bindings_watched")
+@pytest.mark.usefixtures("cpu_cache")
 def test_a_cached_buffer_that_goes_around_the_vtable_is_a_reuse(
     extension: Extension,
 ) -> None:
@@ -268,7 +258,6 @@ def test_a_cached_buffer_that_goes_around_the_vtable_is_a_reuse(
         extension.drop(handle)
 
 
-@pytest.mark.usefixtures("bindings_watched")
 def test_weak_copies_of_older_arrays_are_no_allocations(extension: Extension) -> None:
     extension.note_malloc()
     handle = extension.bypass(353)
@@ -283,7 +272,6 @@ def test_weak_copies_of_older_arrays_are_no_allocations(extension: Extension) ->
         assert (event["size"], event["traceback"]) == (4 * 353, None)
 
 
-@pytest.mark.usefixtures("bindings_watched")
 def test_freed_buffers_come_back_under_the_same_address(extension: Extension) -> None:
     extension.note_malloc()
     with Books() as books:

@@ -47,7 +47,9 @@ def test_off_costs_no_instruction(counts: tuple[Counts, Counts]) -> None:
         # THEN none of mlxmem's code runs, and as much runs as without it
         assert off.mlxmem == 0
         assert min(without) > 1000
-        assert min(without) - 0.5 < off.steady < max(without) + 0.5
+        far_below_one = 0.05 if name in GRAPH_ONLY else 0.5
+        assert max(without) - min(without) < 0.5
+        assert min(without) - far_below_one < off.steady < max(without) + far_below_one
 
 
 @pytest.mark.slow

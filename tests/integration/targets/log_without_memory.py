@@ -9,10 +9,13 @@ from pathlib import Path
 sys.path.insert(1, str(Path(__file__).parents[2]))
 
 import mlx.core as mx
-from books import Books
+import numpy as np
+from books import FREES, Books
 
 import mlxmem
 from mlxmem import recorder
+from mlxmem.events import Action
+from mlxmem.ledger import Ledger
 
 CHUNK = 16_384  # events that the log makes room for at a time
 AT_MOST = 40 * CHUNK
@@ -57,7 +60,17 @@ def main() -> None:
     recording = recorder.recording()
     assert 0 < len(recording.events) <= 2 * made + 10
     assert len(recording.events) % CHUNK == 0, len(recording.events)
-    assert mlxmem.stats()["events_recorded"] == len(recording.events)
+    stats = mlxmem.stats()
+    assert stats["events_recorded"] == len(recording.events)
+    actions = recording.events["action"]
+    allocs = int((actions <= Action.AllocMakeBuffer).sum())
+    frees = int(np.isin(actions, FREES).sum())
+    assert (stats["allocs"], stats["frees"]) == (allocs, frees)
+    # Nothing from before enable() was freed.
+    assert stats["live_buffers"] == allocs - frees
+    ledger = Ledger(recording)
+    at_the_end = (ledger.active[-1], ledger.cache[-1])
+    assert at_the_end == (stats["active"], stats["cache"])
     snapshot = mlxmem.snapshot()
     assert snapshot["allocator_settings"]["ran_out_of_memory"] is True
     live = sum(segment["allocated_size"] for segment in snapshot["segments"])
