@@ -140,7 +140,6 @@ void Books::allocated_as(
     uint64_t size,
     uint64_t requested_size,
     const Origin& origin) {
-  log_.make_room();
   auto& buffer = table_[slot];
   buffer.event_number = log_.next();
   buffer.event.size = size;

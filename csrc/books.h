@@ -93,13 +93,7 @@ class Books {
   uint64_t size_of(uint32_t slot) const {
     return table_[slot].event.size;
   }
-  uint64_t cache() const {
-    return totals_.now.cache;
-  }
-  uint64_t active() const {
-    return totals_.now.active;
-  }
-  // The same without the lock: what it was a moment ago.
+  // The active bytes without the lock: what they were a moment ago.
   uint64_t peek_active() const {
     return __atomic_load_n(&totals_.now.active, __ATOMIC_RELAXED);
   }

@@ -22,34 +22,35 @@ void MlxCounters::bind(
     abi::CounterFn peak,
     abi::CounterFn memory_limit) {
   *this = MlxCounters();
-  active_function_ = active;
-  cache_function_ = cache;
-  peak_function_ = peak;
-  memory_limit_function_ = memory_limit;
+  active_ = CounterWord(active);
+  cache_ = CounterWord(cache);
+  peak_ = CounterWord(peak);
+  memory_limit_ = memory_limit;
   if (std::strcmp(allocator_class, abi::kCpuAllocatorType) == 0) {
     cpu_allocator_ = static_cast<const char*>(allocator);
   }
-  bool fits = knows_layout();
-  has_cache_ =
-      fits && word(cpu_allocator_, abi::kCpuPageSize) == abi::kCpuPageSizeValue;
+  if (!knows_layout()) {
+    return;
+  }
   auto at = [this](size_t offset) {
     return reinterpret_cast<const uint64_t*>(cpu_allocator_ + offset);
   };
-  active_ = CounterWord(active, fits ? at(abi::kCpuActiveMemory) : nullptr);
-  cache_ = CounterWord(cache, has_cache_ ? at(abi::kCpuCacheMemory) : nullptr);
+  active_ = CounterWord(active, at(abi::kCpuActiveMemory));
+  has_cache_ =
+      word(cpu_allocator_, abi::kCpuPageSize) == abi::kCpuPageSizeValue;
   if (has_cache_) {
+    cache_ = CounterWord(cache, at(abi::kCpuCacheMemory));
     mutex_word_ = reinterpret_cast<const int*>(cpu_allocator_ + abi::kCpuMutex);
   }
 }
 
 bool MlxCounters::knows_layout() const {
   auto fits = [this] {
-    return word(cpu_allocator_, abi::kCpuMemoryLimit) ==
-        memory_limit_function_() &&
-        word(cpu_allocator_, abi::kCpuActiveMemory) == active_function_() &&
-        word(cpu_allocator_, abi::kCpuPeakMemory) == peak_function_();
+    return word(cpu_allocator_, abi::kCpuMemoryLimit) == memory_limit_() &&
+        word(cpu_allocator_, abi::kCpuActiveMemory) == active_.ask() &&
+        word(cpu_allocator_, abi::kCpuPeakMemory) == peak_.ask();
   };
-  if (!cpu_allocator_ || !memory_limit_function_) {
+  if (!cpu_allocator_ || !memory_limit_) {
     return false;
   }
   // Another thread may allocate between two of the readings.
@@ -61,7 +62,7 @@ bool MlxCounters::knows_layout() const {
   return false;
 }
 
-uint64_t CounterWord::by_function() {
+uint64_t CounterWord::ask_and_prove() {
   uint64_t value = function_();
   if (word_ && proofs_ < kProofs && value != last_) {
     if (__atomic_load_n(word_, __ATOMIC_RELAXED) == value) {

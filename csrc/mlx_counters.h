@@ -21,26 +21,31 @@ struct Counters {
 class CounterWord {
  public:
   CounterWord() = default;
-  CounterWord(abi::CounterFn function, const uint64_t* word)
+  explicit CounterWord(abi::CounterFn function, const uint64_t* word = nullptr)
       : function_(function), word_(word) {}
 
+  // As MLX's function says.
+  uint64_t ask() const {
+    return function_();
+  }
   // Called with the books locked, at moments when nobody changes the word.
   uint64_t read() {
-    return proofs_ >= kProofs ? __atomic_load_n(word_, __ATOMIC_ACQUIRE)
-                              : by_function();
+    return is_proved() ? __atomic_load_n(word_, __ATOMIC_ACQUIRE)
+                       : ask_and_prove();
   }
   // Without the lock; false where the word has not proved itself.
   bool peek(uint64_t* out) const {
-    if (__atomic_load_n(&proofs_, __ATOMIC_RELAXED) < kProofs) {
+    if (!is_proved()) {
       return false;
     }
     *out = __atomic_load_n(word_, __ATOMIC_RELAXED);
     return true;
   }
   bool is_proved() const {
-    return proofs_ >= kProofs;
+    return __atomic_load_n(&proofs_, __ATOMIC_RELAXED) >= kProofs;
   }
-  uint64_t by_function();
+  // As ask(), and compares the word with it. With the books locked.
+  uint64_t ask_and_prove();
 
  private:
   static constexpr int kProofs = 16;
@@ -63,7 +68,7 @@ class MlxCounters {
       abi::CounterFn memory_limit);
 
   Counters read() const {
-    return {active_function_(), cache_function_(), peak_function_()};
+    return {active_.ask(), cache_.ask(), peak_.ask()};
   }
 
   // The active and the cached bytes, with the books locked.
@@ -75,8 +80,8 @@ class MlxCounters {
   }
   uint64_t cache() {
     // The cache's word is not atomic: its mutex guards it.
-    return cache_.is_proved() && mutex_is_free() ? cache_.read()
-                                                 : cache_.by_function();
+    return cache_.is_proved() && !mutex_is_free() ? cache_.ask()
+                                                  : cache_.read();
   }
 
   // The word through which the CPU's cache frees a buffer, holding that mutex;
@@ -92,12 +97,10 @@ class MlxCounters {
   }
   bool knows_layout() const;
 
-  abi::CounterFn active_function_ = nullptr;
-  abi::CounterFn cache_function_ = nullptr;
-  abi::CounterFn peak_function_ = nullptr;
-  abi::CounterFn memory_limit_function_ = nullptr;
   CounterWord active_;
   CounterWord cache_;
+  CounterWord peak_; // its word is looked at once, not read later
+  abi::CounterFn memory_limit_ = nullptr;
   const char* cpu_allocator_ = nullptr; // the object, if it is the CPU's
   bool has_cache_ = false; // and it is one with a cache
   const int* mutex_word_ = nullptr;

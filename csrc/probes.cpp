@@ -59,6 +59,20 @@ uint32_t session_number() {
   return session.number.load(std::memory_order_relaxed);
 }
 
+struct CapturedTraceback {
+  TracebackId id;
+  uint32_t session; // in which it was captured
+};
+
+// The Python stack of this thread, or the one with which it released the GIL.
+CapturedTraceback capture_or_released() {
+  TracebackId id = capture();
+  if (!id && thread.released_traceback) {
+    return {thread.released_traceback, thread.released_session};
+  }
+  return {id, session_number()};
+}
+
 // ---- the traceback id in a node ------------------------------------------
 
 // A node made while nothing was attached holds whatever the heap held. The
@@ -99,12 +113,9 @@ Origin origin_of_allocation() {
     origin.primitive = operation.name;
     return origin;
   }
-  origin.session = session_number();
-  origin.traceback = capture();
-  if (!origin.traceback && thread.released_traceback) {
-    origin.traceback = thread.released_traceback;
-    origin.session = thread.released_session;
-  }
+  CapturedTraceback captured = capture_or_released();
+  origin.traceback = captured.id;
+  origin.session = captured.session;
   return origin;
 }
 
@@ -128,6 +139,7 @@ class OperationScope {
 
 // Holds the books while the allocator works, which calls nobody back. An
 // allocator that did call back would find in_allocator set and pass through.
+// The session may have ended while the thread waited for them.
 class AllocatorScope {
  public:
   AllocatorScope() : lock_(session.mutex), thread_(thread) {
@@ -135,10 +147,6 @@ class AllocatorScope {
   }
   ~AllocatorScope() {
     thread_.in_allocator = false;
-  }
-  // The session may have ended while this thread waited.
-  bool recording() const {
-    return is_recording();
   }
 
  private:
@@ -159,8 +167,9 @@ void remember_allocated(void* buffer) {
   thread.frees_at_allocation = frees.load(std::memory_order_relaxed);
 }
 
-// A look without the lock: while another thread allocates or frees it may say
-// no for yes, and costs no more than the lock then.
+// A look without the lock. While another thread allocates or frees, it may say
+// no for yes, which costs the lock; yes for no only if that thread's bytes just
+// make up for those that were not seen, which then count as unexplained.
 bool all_active_is_booked() {
   uint64_t active;
   return mlx_counters.peek_active(&active) &&
@@ -182,7 +191,7 @@ void note_bound_buffer(const void* array, void* buffer) {
       ? origin_of_allocation()
       : origin_of_node(*static_cast<void* const*>(array));
   AllocatorScope scope;
-  if (!scope.recording() || session.books.is_active(address_of(buffer))) {
+  if (!is_recording() || session.books.is_active(address_of(buffer))) {
     return;
   }
   Counters counters = mlx_counters.read();
@@ -202,13 +211,13 @@ void* probes::malloc(void* self, size_t size) {
   }
   Origin origin = origin_of_allocation();
   AllocatorScope scope;
-  if (!scope.recording()) {
+  if (!is_recording()) {
     return originals.malloc(self, size);
   }
   CacheState before = read_cache_state();
   book([&](Books& books) { book_before(books, before); });
   void* buffer = originals.malloc(self, size);
-  if (buffer && scope.recording()) {
+  if (buffer && is_recording()) {
     size_t real_size = originals.size(self, buffer);
     CacheState after = read_cache_state();
     book([&](Books& books) {
@@ -222,9 +231,7 @@ void* probes::malloc(void* self, size_t size) {
           size,
           taken_between(before, after),
           origin);
-      if (!originals.notes_cache_returns) {
-        book_cache(books, after);
-      }
+      book_cache(books, after);
     });
     remember_allocated(buffer);
   }
@@ -236,7 +243,7 @@ void probes::free(void* self, void* buffer) {
     return originals.free(self, buffer);
   }
   AllocatorScope scope;
-  if (!scope.recording()) {
+  if (!is_recording()) {
     return originals.free(self, buffer);
   }
   frees.store(
@@ -247,7 +254,7 @@ void probes::free(void* self, void* buffer) {
   uint64_t size = slot == BufferTable::kNone ? originals.size(self, buffer)
                                              : session.books.size_of(slot);
   originals.free(self, buffer);
-  if (!scope.recording()) {
+  if (!is_recording()) {
     return; // memory for the log ran out
   }
   CacheState after = read_cache_state();
@@ -273,7 +280,7 @@ void* probes::make_buffer(void* self, void* pointer, size_t size) {
   Origin origin = origin_of_allocation();
   AllocatorScope scope;
   void* buffer = originals.make_buffer(self, pointer, size);
-  if (buffer && scope.recording()) {
+  if (buffer && is_recording()) {
     book([&](Books& books) {
       books.made_buffer(address_of(buffer), size, origin);
     });
@@ -289,7 +296,7 @@ void probes::release(void* self, void* buffer) {
   AllocatorScope scope;
   size_t size = originals.size(self, buffer);
   originals.release(self, buffer);
-  if (scope.recording()) {
+  if (is_recording()) {
     book([&](Books& books) { books.released(address_of(buffer), size); });
   }
 }
@@ -302,15 +309,11 @@ void probes::desc_init(void* desc) {
     return;
   }
   auto& operation = thread.operation;
-  TracebackId id = operation.primitive_class ? operation.traceback : capture();
-  uint32_t session_of_id =
-      operation.primitive_class ? operation.session : session_number();
-  if (!id && !operation.primitive_class) {
-    id = thread.released_traceback;
-    session_of_id = thread.released_session;
-  }
-  *word_at(desc, abi::kDescTailPadding) = id;
-  *word_at(desc, abi::kDescStatusPadding) = node_tag(desc, session_of_id);
+  CapturedTraceback captured = operation.primitive_class
+      ? CapturedTraceback{operation.traceback, operation.session}
+      : capture_or_released();
+  *word_at(desc, abi::kDescTailPadding) = captured.id;
+  *word_at(desc, abi::kDescStatusPadding) = node_tag(desc, captured.session);
 
   // A class of a library that was loaded after the attach.
   auto primitive = *reinterpret_cast<void****>(

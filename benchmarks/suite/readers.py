@@ -107,6 +107,11 @@ class Disk:
     unit = "bytes"
     timeout = 900
 
+    def setup(self, events: int) -> None:
+        """Make the recording."""
+        skip_in_quick_run(events > 10_000)
+        record(events)
+
     def track_bytes(self, events: int) -> int:
         """Return the file's size."""
         import mlxmem
@@ -114,16 +119,9 @@ class Disk:
         with tempfile.TemporaryDirectory() as folder:
             return mlxmem.dump(Path(folder) / "out.pickle").stat().st_size
 
-    def setup(self, events: int) -> None:
-        """Make the recording."""
-        skip_in_quick_run(events > 10_000)
-        record(events)
-
     def track_bytes_per_entry(self, events: int) -> float:
         """Return the file's size by the number of its trace entries."""
         import mlxmem
 
-        with tempfile.TemporaryDirectory() as folder:
-            size = mlxmem.dump(Path(folder) / "out.pickle").stat().st_size
         (trace,) = mlxmem.snapshot()["device_traces"]
-        return size / len(trace)
+        return self.track_bytes(events) / len(trace)

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterable
+from collections.abc import Sequence
 from inspect import CO_NEWLOCALS, CO_OPTIMIZED
 from types import CodeType, FunctionType
 
 
-def find_names(wanted: Iterable[CodeType], names: dict[int, str]) -> None:
+def find_names(wanted: Sequence[CodeType], names: dict[int, str]) -> None:
     """Find the qualified names of code objects, as 3.11's compiler makes them.
 
     Looked at, in this order; the first that knows a code object decides:
@@ -25,12 +25,11 @@ def find_names(wanted: Iterable[CodeType], names: dict[int, str]) -> None:
 
     Parameters
     ----------
-    wanted : iterable of code
+    wanted : sequence of code
         Code objects to name.
     names : dict of int to str
         Names by ``id(code)``; every wanted one is there afterwards.
     """
-    wanted = list(wanted)
     files = {code.co_filename for code in wanted}
     found: dict[int, tuple[CodeType, str]] = {}
     # Whether the name ends with the code's own, the code, the name.
