@@ -29,19 +29,19 @@ void MlxCounters::bind(
   if (std::strcmp(allocator_class, abi::kCpuAllocatorType) == 0) {
     cpu_allocator_ = static_cast<const char*>(allocator);
   }
-  if (!knows_layout()) {
+  // Before 0.32.0 there is no cache, and the words lie elsewhere: peak where
+  // active is looked for, which are equal at first.
+  has_cache_ = knows_layout() &&
+      word(cpu_allocator_, abi::kCpuPageSize) == abi::kCpuPageSizeValue;
+  if (!has_cache_) {
     return;
   }
   auto at = [this](size_t offset) {
     return reinterpret_cast<const uint64_t*>(cpu_allocator_ + offset);
   };
   active_ = CounterWord(active, at(abi::kCpuActiveMemory));
-  has_cache_ =
-      word(cpu_allocator_, abi::kCpuPageSize) == abi::kCpuPageSizeValue;
-  if (has_cache_) {
-    cache_ = CounterWord(cache, at(abi::kCpuCacheMemory));
-    mutex_word_ = reinterpret_cast<const int*>(cpu_allocator_ + abi::kCpuMutex);
-  }
+  cache_ = CounterWord(cache, at(abi::kCpuCacheMemory));
+  mutex_word_ = reinterpret_cast<const int*>(cpu_allocator_ + abi::kCpuMutex);
 }
 
 bool MlxCounters::knows_layout() const {
@@ -66,7 +66,8 @@ uint64_t CounterWord::ask_and_prove() {
   uint64_t value = function_();
   if (word_ && proofs_ < kProofs && value != last_) {
     if (__atomic_load_n(word_, __ATOMIC_RELAXED) == value) {
-      ++proofs_;
+      // Only a fall proves it: the word of a peak rises with the counter.
+      proofs_ += value < last_;
     } else if (function_() == value) {
       word_ = nullptr; // not the word it was taken for
     }

@@ -53,7 +53,7 @@ class CounterWord {
   abi::CounterFn function_ = nullptr;
   const uint64_t* word_ = nullptr;
   uint64_t last_ = 0;
-  int proofs_ = 0; // how often word and function agreed on a new value
+  int proofs_ = 0; // how often word and function agreed after a fall
 };
 
 class MlxCounters {
