@@ -8,7 +8,7 @@ import gc
 import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -38,7 +38,20 @@ class State(enum.IntEnum):
 
 
 # Both layouts are written by the native log: 48 bytes, no padding.
-RAW_EVENT = np.dtype(
+RAW_# A live array node, as the native side finds it.
+RAW_NODE = np.dtype(
+    [
+        ("nbytes", "u8"),  # elements times the size of one
+        ("buffer", "u8"),  # address of its buffer, 0 without one
+        ("traceback_id", "u4"),
+        ("pending", "u4"),  # 1 = not evaluated
+    ]
+)
+# Node totals at a moment; `at` as in Mark.
+RAW_NODE_SAMPLE = np.dtype(
+    [("at", "u8"), ("timestamp_us", "i8"), ("live", "u8"), ("pending", "u8")]
+)
+EVENT = np.dtype(
     [
         ("addr", "u8"),
         ("size", "u8"),
@@ -109,6 +122,115 @@ def no_stacks(traceback_id: int) -> list[Frame] | None:
 
 
 @dataclass(frozen=True)
+class Mark:
+    """A named moment.
+
+    Attributes
+    ----------
+    at : int
+        How many events had been recorded in the session, dropped ones included.
+    timestamp_us : int
+        Microseconds since the session began.
+    thread_id : int
+        Of the operating system.
+    name : str
+    """
+
+    at: int
+    timestamp_us: int
+    thread_id: int
+    name: str
+
+
+@dataclass(frozen=True)
+class Range:
+    """A named stretch of one thread's time.
+
+    Attributes
+    ----------
+    start, end : Mark
+        `end` has the position of the recording's end while the range is open.
+    path : tuple of str
+        Names of the ranges around it on its thread, outermost first, then its own.
+    open : bool
+        Whether it had not ended when the recording was read.
+    """
+
+    start: Mark
+    end: Mark
+    path: tuple[str, ...]
+    open: bool = False
+
+
+@dataclass(frozen=True)
+class OutOfMemory:
+    """An allocation that failed.
+
+    Attributes
+    ----------
+    mark : Mark
+        When, and on which thread; its name is the allocator's message or "".
+    size : int
+        Bytes that were asked for.
+    free : int
+        Bytes that the device had left, -1 where that is not known.
+    active, cache : int
+        MLX's bytes at that moment.
+    traceback_id, primitive_id : int
+        Whose the allocation was, as in RAW_EVENT.
+    stream : int
+        -1 outside a primitive.
+    """
+
+    mark: Mark
+    size: int
+    free: int
+    active: int
+    cache: int
+    traceback_id: int = 0
+    primitive_id: int = 0
+    stream: int = -1
+
+
+class Context(NamedTuple):
+    """Where in a program a line ran, apart from its stack.
+
+    Attributes
+    ----------
+    ranges : tuple of str
+        Names of the `annotate` ranges that were open, outermost first.
+    module : str
+        Path of the nn.Module that ran, "" outside any.
+    """
+
+    ranges: tuple[str, ...] = ()
+    module: str = ""
+
+
+NO_CONTEXT = Context()
+
+
+def no_context(traceback_id: int) -> Context:
+    """Give every id the empty context."""
+    return NO_CONTEXT
+
+
+@dataclass(frozen=True)
+class Nodes:
+    """Array nodes: live ones at the end, and their totals over time.
+
+    Attributes
+    ----------
+    live : ndarray of RAW_NODE, shape (n,)
+    samples : ndarray of RAW_NODE_SAMPLE, shape (m,)
+        In the order of time, thinned out to some thousands.
+    """
+
+    live: Records
+    samples: Records
+
+
+@dataclass(frozen=True)
 class Recording:
     """One session's events and the totals that they must add up to.
 
@@ -139,6 +261,12 @@ class Recording:
         Traceback id -> frames, outermost first, or None.
     settings : mapping
         What the snapshot shows in `allocator_settings`.
+    context : callable
+        Traceback id -> Context.
+    marks, ranges, ooms : sequence
+        In the order of their beginning.
+    nodes : Nodes or None
+        None where the nodes were not counted.
     """
 
     events: Records
@@ -156,6 +284,11 @@ class Recording:
     stacks: bool = True
     resolve: Callable[[int], list[Frame] | None] = no_stacks
     settings: Mapping[str, Setting] = field(default_factory=dict)
+    context: Callable[[int], Context] = no_context
+    marks: Sequence[Mark] = ()
+    ranges: Sequence[Range] = ()
+    ooms: Sequence[OutOfMemory] = ()
+    nodes: Nodes | None = None
 
 
 @contextlib.contextmanager

@@ -53,7 +53,8 @@ def main(script: str, out: str, max_entries: str = "0", dump: str = "") -> None:
             item.name: getattr(recording, item.name)
             for item in dataclasses.fields(recording)
         }
-        values["resolve"] = None  # a function; the stacks themselves follow
+        # Functions; the stacks themselves follow.
+        values["resolve"] = values["context"] = None
         values["settings"] = dict(recording.settings)
         values["primitives"] = list(recording.primitives)
         result = {

@@ -21,7 +21,7 @@ import pytest
 import viewer
 from books import ALLOCS, FREES, HAS_CPU_CACHE, VERSION, Counters, check
 
-from mlxmem.events import Action, Recording
+from mlxmem.events import Action, Recording, no_context
 
 CASES = Path(__file__).resolve().parents[1] / "cases"
 KiB = 1 << 10
@@ -84,7 +84,9 @@ class CaseRun:
         self.resets: list[int] = result["resets"]
         self.main_thread: int = result["main_thread"]
         stacks = result["stacks"]
-        self.recording = Recording(**{**result["recording"], "resolve": stacks.get})
+        self.recording = Recording(
+            **{**result["recording"], "resolve": stacks.get, "context": no_context}
+        )
         self.rows = self._rows()
         self.allocs = self._allocs(stacks)
         events = self.recording.events
