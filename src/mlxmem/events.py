@@ -38,20 +38,7 @@ class State(enum.IntEnum):
 
 
 # Both layouts are written by the native log: 48 bytes, no padding.
-RAW_# A live array node, as the native side finds it.
-RAW_NODE = np.dtype(
-    [
-        ("nbytes", "u8"),  # elements times the size of one
-        ("buffer", "u8"),  # address of its buffer, 0 without one
-        ("traceback_id", "u4"),
-        ("pending", "u4"),  # 1 = not evaluated
-    ]
-)
-# Node totals at a moment; `at` as in Mark.
-RAW_NODE_SAMPLE = np.dtype(
-    [("at", "u8"), ("timestamp_us", "i8"), ("live", "u8"), ("pending", "u8")]
-)
-EVENT = np.dtype(
+RAW_EVENT = np.dtype(
     [
         ("addr", "u8"),
         ("size", "u8"),
@@ -78,6 +65,19 @@ RAW_BUFFER = np.dtype(
         ("stream", "i4"),
         ("thread_id", "u4"),
     ]
+)
+# A live array node, as the native side finds it.
+RAW_NODE = np.dtype(
+    [
+        ("nbytes", "u8"),  # elements times the size of one
+        ("buffer", "u8"),  # address of its buffer, 0 without one
+        ("traceback_id", "u4"),
+        ("pending", "u4"),  # 1 = not evaluated
+    ]
+)
+# Node totals at a moment; `at` as in Mark.
+RAW_NODE_SAMPLE = np.dtype(
+    [("at", "u8"), ("timestamp_us", "i8"), ("live", "u8"), ("pending", "u8")]
 )
 EVENT = np.dtype(
     [
