@@ -5,6 +5,7 @@
 
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 #include <vector>
 
@@ -39,6 +40,12 @@ struct Totals {
   // Bytes that MLX's counters moved without a call that was seen, other than
   // what was under way when the session began.
   uint64_t unexplained = 0;
+};
+
+// A moment of a session.
+struct Position {
+  uint64_t events = 0; // recorded until then, dropped ones included
+  int64_t us = 0; // since the session began
 };
 
 class Books {
@@ -100,6 +107,12 @@ class Books {
 
   uint32_t session() const {
     return session_;
+  }
+  // Where the log stands now, for what is noted beside it: no later event has a
+  // lower number or an earlier time.
+  Position position() {
+    last_ns_ = std::max(last_ns_, clock_.now_ns());
+    return {log_.next(), static_cast<int64_t>((last_ns_ - start_ns_) / 1000)};
   }
   Totals totals() const;
   // The retained events, oldest first, and the buffers that are there now but

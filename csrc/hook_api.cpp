@@ -120,6 +120,12 @@ int mlxmem_ran_out_of_memory(void) {
   return ran_out_of_memory();
 }
 
+void mlxmem_position(uint64_t* events, int64_t* us) {
+  Position position = session_position();
+  *events = position.events;
+  *us = position.us;
+}
+
 void mlxmem_set_traceback_capture_func(uint32_t (*capture)(void)) {
   set_traceback_capture_func(capture);
 }

@@ -54,6 +54,10 @@ MLXMEM_API int mlxmem_is_enabled(void);
 // Whether a session ended because memory for its events ran out.
 MLXMEM_API int mlxmem_ran_out_of_memory(void);
 
+// How many events the session recorded, dropped ones included, and how many
+// microseconds it runs, or ran.
+MLXMEM_API void mlxmem_position(uint64_t* events, int64_t* us);
+
 // The function that gives the id of the calling thread's Python stack, 0 when
 // it holds no GIL; and whether it is asked.
 MLXMEM_API void mlxmem_set_traceback_capture_func(uint32_t (*capture)(void));

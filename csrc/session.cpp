@@ -44,6 +44,7 @@ void start_session(uint64_t max_entries) {
   std::lock_guard<AdaptiveMutex> lock(session.mutex);
   session.recording.store(false, std::memory_order_release);
   session.out_of_memory = false;
+  session.position = Position();
   Counters counters = settled_counters();
   drop_cache_returns(); // of before
   session.books.start(max_entries, counters);
@@ -55,8 +56,17 @@ void stop_session() {
   std::lock_guard<AdaptiveMutex> lock(session.mutex);
   if (is_recording()) {
     book(book_counters);
+    session.position = session.books.position();
     session.recording.store(false, std::memory_order_release);
   }
+}
+
+Position session_position() {
+  std::lock_guard<AdaptiveMutex> lock(session.mutex);
+  if (is_recording()) {
+    session.position = session.books.position();
+  }
+  return session.position;
 }
 
 bool ran_out_of_memory() {

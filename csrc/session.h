@@ -20,6 +20,7 @@ struct Session {
   AdaptiveMutex mutex;
   Books books; // under the mutex, as is the rest
   bool out_of_memory = false;
+  Position position; // when it was last asked for, or at the end
 };
 
 // Never destroyed: worker threads free buffers after static destructors ran.
@@ -53,6 +54,9 @@ struct SessionCopy {
 };
 // What was recorded so far; with_events false: the totals only.
 SessionCopy copy_session(bool with_events);
+
+// Where the session stands; a session that ended stands still.
+Position session_position();
 
 // Around fork(): no other thread holds the books in the child, and the child
 // has no session.

@@ -100,6 +100,11 @@ def _load() -> ctypes.CDLL:
         ("stop_session", None, []),
         ("is_enabled", ctypes.c_int, []),
         ("ran_out_of_memory", ctypes.c_int, []),
+        (
+            "position",
+            None,
+            [ctypes.POINTER(ctypes.c_uint64), ctypes.POINTER(ctypes.c_int64)],
+        ),
         ("set_traceback_capture_func", None, [ctypes.c_void_p]),
         ("set_traceback_tracking", None, [ctypes.c_int]),
         ("copy_session", ctypes.c_int, [ctypes.c_int, ctypes.POINTER(_Copy)]),
@@ -180,6 +185,23 @@ def is_enabled() -> bool:
 def ran_out_of_memory() -> bool:
     """Tell whether the last session ended because its log could not grow."""
     return bool(_native.mlxmem_ran_out_of_memory())
+
+
+def position() -> tuple[int, int]:
+    """Return where the running session stands, or where the last one ended.
+
+    Returns
+    -------
+    events : int
+        How many were recorded, dropped ones included: the number of the next one.
+    us : int
+        Microseconds since the session began. No later event has an earlier time.
+
+    Threads are numbered as by `threading.get_native_id()`.
+    """
+    events, us = ctypes.c_uint64(), ctypes.c_int64()
+    _native.mlxmem_position(ctypes.byref(events), ctypes.byref(us))
+    return events.value, us.value
 
 
 def set_traceback_capture_func(address: int) -> None:
