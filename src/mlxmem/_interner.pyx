@@ -8,6 +8,10 @@ hashed with FNV-1a and looked up in an open addressing table. A hit allocates
 nothing, counts no reference and makes no system call. Line numbers and names
 are worked out when somebody reads them.
 
+A stack can have a context: an id that the thread set before. Such a stack has an id
+of its own, whose record names the stack's id and the context, so a context costs
+some words and not the frames a second time.
+
 Threads: every access to the table happens with the GIL held and without running
 Python code halfway, so the GIL is the lock. This module does not declare that
 it can do without: importing it in a free-threaded build turns the GIL back on.
@@ -21,6 +25,8 @@ from operator import index as _index
 from libc.stdint cimport UINT32_MAX, int64_t, uint32_t, uint64_t, uintptr_t
 from libc.stdlib cimport calloc, free, malloc, qsort, realloc
 from libc.string cimport memcmp, memcpy, memset
+
+from mlxmem.events import NO_CONTEXT
 
 
 cdef extern from "frame_walk.h" nogil:
@@ -40,6 +46,8 @@ cdef extern from "frame_walk.h" nogil:
         PyCodeObject** codes
     ctypedef struct PyInterpreterState:
         pass
+    # Of the calling thread; 0 = none.
+    uint32_t context "mlxmem_context"
     PyThreadState* attached_state "mlxmem_attached_state" ()
     PyThreadState* capturing_state "mlxmem_capturing_state" (
         const PyInterpreterState* owner)
@@ -61,6 +69,9 @@ cdef enum:
     FIRST_SLOTS = 1024
     FIRST_CODES = 256
     FIRST_STACKS = 512
+    # Names can have numbers in them: what they may cost has an end.
+    MOST_CONTEXTS = 1 << 16
+    MOST_PAIRS = 1 << 22
 
 # Hash, id and position stand together, so that a probe touches one cache line.
 cdef struct Slot:
@@ -71,13 +82,15 @@ cdef struct Slot:
 cdef struct Table:
     Slot* slots
     uint64_t slot_mask
-    # A record is the number of frames, then the frames' words, innermost first.
+    # A record is the number of frames, then the frames' words, innermost first. Or
+    # it is 0 and a pair: the id of a stack, and in the high half its context.
     uintptr_t* pool
     uint64_t pool_used
     uint64_t pool_size
     # positions[id - base] is where the record of `id` begins.
     uint32_t* positions
     uint64_t count
+    uint64_t pairs
     uint64_t positions_size
     uint64_t base
     # A set: each distinct code object once, with one reference.
@@ -109,6 +122,12 @@ cdef bint fast = False
 cdef PyInterpreterState* importer = PyInterpreterState_Get()
 cdef PyInterpreterState* capturer = NULL
 
+# Contexts by id, from first_context on, and the other way round. They outlive
+# sessions, since threads may be inside them.
+cdef uint32_t first_context = 1
+cdef list contexts = []
+cdef dict context_ids = {}
+
 # Qualified names by id(code), for Python 3.10 alone; renewed by each session.
 cdef dict names_310 = {}
 
@@ -123,12 +142,15 @@ cdef uint32_t capture() noexcept nogil:
     if state == NULL:
         return 0
     if not fast:
-        return capture_slowly(state)
-    walk_quick(state, &stack)
-    id = find(&stack)
-    if id != 0:
-        return id
-    return capture_slowly(state)
+        id = capture_slowly(state)
+    else:
+        walk_quick(state, &stack)
+        id = find(&stack)
+        if id == 0:
+            id = capture_slowly(state)
+    if context != 0 and id != 0:
+        return pair(id, context)
+    return id
 
 
 # Not known yet, or a stack whose quick walk shows frames that do not count.
@@ -165,6 +187,30 @@ cdef inline uint32_t find(const Stack* stack) noexcept nogil:
         at = (at + 1) & table.slot_mask
 
 
+# Id of a stack in a context; the stack's own where there is no room for one more.
+cdef uint32_t pair(uint32_t stack, uint32_t context) noexcept nogil:
+    cdef uintptr_t word = stack | <uintptr_t>context << 32
+    cdef uint64_t hash = word * <uint64_t>0x9E3779B97F4A7C15 & hash_bits
+    cdef uint64_t at = first_slot(hash) & table.slot_mask
+    cdef Slot* slot
+    cdef uintptr_t* record
+    cdef uint32_t id
+    while True:
+        slot = &table.slots[at]
+        if slot.id == 0:
+            break
+        if slot.hash == hash:
+            record = &table.pool[slot.position]
+            if record[0] == 0 and record[1] == word:
+                return slot.id
+        at = (at + 1) & table.slot_mask
+    if table.pairs == MOST_PAIRS or not reserve(1, 0):
+        return stack
+    id = new_record(hash, 0, &word, 1)
+    table.pairs += 1
+    return id
+
+
 cdef inline uint64_t first_slot(uint64_t hash) noexcept nogil:
     # The low bits of a product depend on low bits only: mix in the high ones.
     return hash ^ (hash >> 32)
@@ -175,28 +221,38 @@ cdef inline size_t words_size(int frames) noexcept nogil:
 
 
 cdef uint32_t add(const Stack* stack) noexcept nogil:
-    global next_id
-    cdef uint64_t hash = stack.hash & hash_bits
-    cdef uint64_t at
     cdef uint32_t id
     cdef int i
     # Everything that can fail comes first: a stack is there whole or not at all.
-    if next_id > UINT32_MAX or not reserve(stack.count):
+    if not reserve(stack.count * FRAME_WORDS, stack.count):
         return 0
-    id = <uint32_t>next_id
+    id = new_record(
+        stack.hash & hash_bits,
+        stack.count,
+        stack.words,
+        stack.count * FRAME_WORDS,
+    )
+    for i in range(stack.count):
+        own(stack.codes[i])
+    return id
+
+
+# Room must have been reserved.
+cdef uint32_t new_record(
+    uint64_t hash, uintptr_t head, const uintptr_t* words, int n
+) noexcept nogil:
+    global next_id
+    cdef uint64_t at = free_slot(table.slots, table.slot_mask, hash)
+    cdef uint32_t id = <uint32_t>next_id
     next_id += 1
-    at = free_slot(table.slots, table.slot_mask, hash)
     table.slots[at].hash = hash
     table.slots[at].id = id
     table.slots[at].position = <uint32_t>table.pool_used
     table.positions[table.count] = <uint32_t>table.pool_used
     table.count += 1
-    table.pool[table.pool_used] = stack.count
-    memcpy(&table.pool[table.pool_used + 1], stack.words,
-           words_size(stack.count))
-    table.pool_used += 1 + stack.count * FRAME_WORDS
-    for i in range(stack.count):
-        own(stack.codes[i])
+    table.pool[table.pool_used] = head
+    memcpy(&table.pool[table.pool_used + 1], words, n * sizeof(uintptr_t))
+    table.pool_used += 1 + n
     return id
 
 
@@ -227,12 +283,12 @@ cdef void own(PyCodeObject* code) noexcept nogil:
         table.code_count += 1
 
 
-cdef bint reserve(int frames) noexcept nogil:
-    """Make room for one more stack; False, and nothing changed, without memory."""
-    cdef uint64_t needed = table.pool_used + 1 + frames * FRAME_WORDS
+cdef bint reserve(int words, int codes) noexcept nogil:
+    """Make room for one more record; False, and nothing changed, without memory."""
+    cdef uint64_t needed = table.pool_used + 1 + words
     cdef uint64_t size
     cdef void* grown
-    if needed > UINT32_MAX:
+    if next_id > UINT32_MAX or needed > UINT32_MAX:
         return False
     if needed > table.pool_size:
         size = table.pool_size + table.pool_size // 2 + FIRST_STACKS * 8
@@ -252,7 +308,7 @@ cdef bint reserve(int frames) noexcept nogil:
     if (table.count + 1) * 3 > (table.slot_mask + 1) * 2 or table.slot_mask == 0:
         if not grow_slots():
             return False
-    if (table.code_count + frames) * 2 > table.code_mask + 1:
+    if codes and (table.code_count + codes) * 2 > table.code_mask + 1:
         return grow_codes()
     return True
 
@@ -310,6 +366,7 @@ def begin_session() -> int:
         How many sessions have begun in this process, this one included.
     """
     global table, sessions, capturer, names_310, hash_bits, fast
+    global first_context, contexts, context_ids
     cdef Table old
     cdef uint64_t begun
     cdef uint64_t i
@@ -319,6 +376,13 @@ def begin_session() -> int:
     cdef bint locked = gil_enabled is None or gil_enabled()
     old_names = names_310
     names_310 = {}
+    # Half full: better forget them now than have no room in this session. A thread
+    # that is inside one has none until it sets the next.
+    old_contexts = contexts
+    if len(contexts) * 2 > MOST_CONTEXTS:
+        first_context += <uint32_t>len(contexts)
+        contexts = []
+        context_ids = {}
     # Nothing between here and the end of the new table runs Python code.
     old = table
     memset(&table, 0, sizeof(Table))
@@ -342,7 +406,7 @@ def begin_session() -> int:
     free(old.pool)
     free(old.positions)
     free(old.sorted_codes)
-    del old_names
+    del old_names, old_contexts
     return begun
 
 
@@ -453,13 +517,90 @@ def resolve_traceback(id):
             decref(stack.codes[i])
 
 
+# --- contexts ---------------------------------------------------------------
+
+
+def intern_context(wanted) -> int:
+    """Id of a context, for `set_context`.
+
+    Parameters
+    ----------
+    wanted : Context
+
+    Returns
+    -------
+    int
+        The same for an equal context, until a session begins; 0 for `NO_CONTEXT` and
+        when there are 65,536 others.
+    """
+    found = context_ids.get(wanted)
+    if found is not None:
+        return found
+    if wanted == NO_CONTEXT or len(contexts) >= MOST_CONTEXTS:
+        return 0
+    if first_context + <uint64_t>len(contexts) > UINT32_MAX:
+        return 0
+    id = first_context + len(contexts)
+    contexts.append(wanted)
+    context_ids[wanted] = id
+    return id
+
+
+def set_context(uint32_t id) -> int:
+    """Let the calling thread's captures from now on be in a context.
+
+    Parameters
+    ----------
+    id : int
+        What `intern_context` returned; 0 = none.
+
+    Returns
+    -------
+    int
+        The thread's context before.
+    """
+    global context
+    cdef uint32_t old = context
+    context = id
+    return old
+
+
+def resolve_context(id):
+    """Context of a traceback id.
+
+    Parameters
+    ----------
+    id : int
+        What `capture_traceback` or the C function returned.
+
+    Returns
+    -------
+    Context
+        `NO_CONTEXT` for 0, for unknown ids and for those of earlier sessions.
+    """
+    cdef uint64_t number
+    cdef uintptr_t* record
+    cdef uint64_t at
+    if not 0 < id <= UINT32_MAX:
+        return NO_CONTEXT
+    number = id
+    if number < table.base or number - table.base >= table.count:
+        return NO_CONTEXT
+    record = &table.pool[table.positions[number - table.base]]
+    if record[0] != 0 or record[1] >> 32 < first_context:
+        return NO_CONTEXT
+    at = (record[1] >> 32) - first_context
+    return contexts[at] if at < <uint64_t>len(contexts) else NO_CONTEXT
+
+
 def interner_stats() -> dict:
     """Size of the current session's table.
 
     Returns
     -------
     dict of str to int
-        ``tracebacks``: distinct stacks; ``frames``: frames stored, of all
+        ``tracebacks``: distinct stacks; ``pairs``: stacks in a context, each counted
+        once for each of its contexts; ``frames``: frames stored, of all
         stacks; ``codes``: distinct code objects, each held by one reference;
         ``bytes``: memory that the table has reserved.
     """
@@ -472,8 +613,9 @@ def interner_stats() -> dict:
     size += table.positions_size * sizeof(uint32_t)
     size += table.sorted_count * sizeof(void*)
     return {
-        "tracebacks": table.count,
-        "frames": (table.pool_used - table.count) // FRAME_WORDS,
+        "tracebacks": table.count - table.pairs,
+        "pairs": table.pairs,
+        "frames": (table.pool_used - table.count - table.pairs) // FRAME_WORDS,
         "bytes": size,
         "codes": table.code_count,
     }
@@ -490,6 +632,9 @@ cdef bint look_up(uint64_t id, Stack* stack) noexcept:
     if FRAME_WORDS == 1 and not sort_codes():
         return False
     record = &table.pool[table.positions[id - table.base]]
+    if record[0] == 0:
+        id = record[1] & UINT32_MAX
+        record = &table.pool[table.positions[id - table.base]]
     stack.count = <int>record[0]
     memcpy(stack.words, record + 1, words_size(stack.count))
     for i in range(stack.count):

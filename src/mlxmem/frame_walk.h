@@ -57,6 +57,11 @@ typedef struct {
   PyCodeObject* codes[MLXMEM_MAX_FRAMES]; /* borrowed */
 } mlxmem_stack;
 
+/* The context of the calling thread's captures. initial-exec: it is read by
+ * each of them. */
+static __thread uint32_t mlxmem_context
+    __attribute__((tls_model("initial-exec")));
+
 /* FNV-1a, 64 bit, public-domain parameters (Fowler, Noll, Vo). */
 #define MLXMEM_FNV_OFFSET 0xcbf29ce484222325ULL
 #define MLXMEM_FNV_PRIME 0x100000001b3ULL

@@ -26,9 +26,13 @@ from mlxmem._interner import (
     begin_session,
     capture_func_address,
     capture_traceback,
+    intern_context,
     interner_stats,
+    resolve_context,
     resolve_traceback,
+    set_context,
 )
+from mlxmem.events import NO_CONTEXT, Context
 
 Frame = tuple[str, str, int]
 HAS_QUALNAME = sys.version_info >= (3, 11)
@@ -751,7 +755,7 @@ def test_one_reference_for_each_code_object() -> None:
     assert sys.getrefcount(code) == before + 1
     begin_session()
     assert sys.getrefcount(code) == before
-    assert interner_stats() == {"tracebacks": 0, "frames": 0, "bytes": 0, "codes": 0}
+    assert set(interner_stats().values()) == {0}
 
 
 def test_a_function_that_is_gone_still_resolves() -> None:
@@ -1033,6 +1037,154 @@ def test_forked_child_keeps_its_own_table() -> None:
     # WHEN the child begins another session
     # THEN both go on, each with its own
     assert result.stdout.strip() == "0 [('<string>', '<module>', 5)]", result.stderr
+
+
+# --- contexts ---------------------------------------------------------------
+
+
+@pytest.fixture
+def _no_context() -> Iterator[None]:
+    yield
+    set_context(0)
+
+
+FORWARD = Context(("forward",))
+LAYER = Context(("forward", "attention"), "layers.3")
+
+
+def capture_in(*wanted: Context) -> list[int]:
+    """Capture one stack in several contexts."""
+    ids = [intern_context(context) for context in wanted]
+    found = []
+    for context in ids:
+        set_context(context)
+        found.append(capture_traceback())
+    return found
+
+
+@pytest.mark.usefixtures("_no_context")
+def test_a_stack_has_an_id_for_each_context() -> None:
+    # GIVEN two contexts and none
+    wanted = [FORWARD, LAYER, NO_CONTEXT, FORWARD, NO_CONTEXT, LAYER]
+    # WHEN one stack is captured in them, in turn
+    ids = capture_in(*wanted)
+    # THEN ids differ exactly where contexts do, and the frames are the same
+    assert [resolve_context(i) for i in ids] == wanted
+    assert ids[:3] == [ids[3], ids[5], ids[4]]
+    assert len(set(ids)) == 3
+    frames = [resolve_traceback(i) for i in ids]
+    assert frames == [frames[0]] * 6
+    assert innermost(ids[0])[1] == "capture_in"
+    stats = interner_stats()
+    assert (stats["tracebacks"], stats["pairs"]) == (1, 2)
+    assert stats["frames"] == len(frames[0] or [])
+
+
+def test_contexts_are_told_apart_by_value() -> None:
+    # GIVEN no context, and equal ones that are not the same object
+    again = Context(("".join(["for", "ward"]),))
+    # WHEN they are interned
+    # THEN equal ones have one id, and none has 0
+    assert intern_context(NO_CONTEXT) == intern_context(Context()) == 0
+    assert intern_context(FORWARD) == intern_context(again) > 0
+    assert intern_context(LAYER) != intern_context(FORWARD)
+
+
+@pytest.mark.usefixtures("_no_context")
+def test_a_context_belongs_to_its_thread() -> None:
+    # GIVEN a thread that sets a context
+    old = set_context(intern_context(FORWARD))
+    found: list[int] = []
+    # WHEN another one captures
+    thread = threading.Thread(target=lambda: found.extend(capture_in(LAYER)))
+    thread.start()
+    thread.join()
+    # THEN each has its own, and set_context returns the one before
+    assert old == 0
+    assert resolve_context(found[0]) == LAYER
+    assert resolve_context(capture_traceback()) == FORWARD
+    assert set_context(0) == intern_context(FORWARD)
+
+
+@pytest.mark.usefixtures("_no_context")
+def test_contexts_of_old_sessions_never_resolve() -> None:
+    # GIVEN an id of a session that ended inside a context
+    [old] = capture_in(FORWARD)
+    # WHEN the next one begins
+    begin_session()
+    # THEN the old id means nothing, and the thread is still in the context
+    assert resolve_context(old) == NO_CONTEXT
+    new = capture_traceback()
+    assert (new != old, resolve_context(new)) == (True, FORWARD)
+
+
+@pytest.mark.parametrize("bad", [0, -1, 2**32, 2**40, 2**31])
+def test_unknown_ids_have_no_context(bad: int) -> None:
+    assert resolve_context(bad) == NO_CONTEXT
+
+
+@pytest.mark.usefixtures("_no_context")
+def test_contexts_are_compared_when_hashes_collide() -> None:
+    # GIVEN a session whose hashes have two bits
+    _interner._weaken_hash(2)
+    begin_session()
+    wanted = [Context((str(i),)) for i in range(200)]
+    # WHEN one stack is captured in 200 contexts, among other stacks
+    first = [capture_in(context)[0] for context in wanted]
+    stacks = [recurse(depth)[0] for depth in range(1, 21)]
+    again = [capture_in(context)[0] for context in wanted]
+    # THEN each has its own
+    assert [resolve_context(i) for i in first] == wanted
+    assert [resolve_context(i) for i in again] == wanted
+    assert len({*first, *stacks}) == 220
+
+
+def test_names_with_numbers_in_them_end_some_time() -> None:
+    # GIVEN a process that has used up its contexts
+    result = run(
+        """
+        from mlxmem import _interner as i
+        from mlxmem.events import Context
+        i.begin_session()
+        ids = [i.intern_context(Context((str(n),))) for n in range(70_000)]
+        print(len(set(ids)), ids[65_535] > 0, ids[65_536:] == [0] * 4464)
+        i.set_context(ids[7])
+        print(i.resolve_context(i.capture_traceback()).ranges)
+        # WHEN the next session begins
+        i.begin_session()
+        print(i.resolve_context(i.capture_traceback()).ranges)
+        new = i.intern_context(Context(("new",)))
+        i.set_context(new)
+        print(new > max(ids), i.resolve_context(i.capture_traceback()).ranges)
+        """
+    )
+    # THEN it has room again, and an old context is no new one
+    assert result.stdout.splitlines() == [
+        "65537 True True",
+        "('7',)",
+        "()",
+        "True ('new',)",
+    ], result.stderr
+
+
+def test_a_stack_keeps_its_id_where_ids_run_out() -> None:
+    # GIVEN a process with one id left
+    # WHEN it captures one stack in two contexts
+    result = run(
+        """
+        from mlxmem import _interner as i
+        from mlxmem.events import Context
+        i.begin_session()
+        i._skip_ids(2**32 - 1)
+        ids = []
+        for name in ("a", "b"):
+            i.set_context(i.intern_context(Context((name,))))
+            ids.append(i.capture_traceback())
+        print([n - 2**32 for n in ids], i.resolve_traceback(ids[0]) is not None)
+        """
+    )
+    # THEN the stack is there, without its context
+    assert result.stdout.splitlines() == ["[-1, -1] True"], result.stderr
 
 
 # --- size -------------------------------------------------------------------
