@@ -1,4 +1,4 @@
-"""The three compiled modules; everything else is in pyproject.toml."""
+"""The four compiled modules; everything else is in pyproject.toml."""
 
 from glob import glob
 
@@ -36,11 +36,17 @@ pickle_writer = Extension(
     extra_compile_args=["-O3"],
 )
 
+pickle_scan = Extension(
+    "mlxmem._pickle_scan",
+    sources=["src/mlxmem/_pickle_scan.pyx"],
+    extra_compile_args=["-O3"],
+)
+
 setup(
     ext_modules=[
         native,
         *cythonize(
-            [interner, pickle_writer],
+            [interner, pickle_writer, pickle_scan],
             build_dir="build/cython",
             compiler_directives={"language_level": "3"},
         ),

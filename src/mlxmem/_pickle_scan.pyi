@@ -1,0 +1,3 @@
+from typing import Any
+
+def scan(data: Any) -> tuple[str, int] | None: ...

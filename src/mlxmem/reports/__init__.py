@@ -1,0 +1,1 @@
+"""Answers from a recording: one module per report, all read a `history.History`."""

@@ -1,0 +1,179 @@
+"""Blocks by what they have in common: the line, the function, the operation, ..."""
+
+from __future__ import annotations
+
+import functools
+import sysconfig
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from mlxmem.reports.history import History, Ints, Stack
+
+NO_STACK = "no stack"
+
+# What `--by` knows.
+KEYS = (
+    "line",
+    "caller",
+    "function",
+    "file",
+    "stack",
+    "primitive",
+    "range",
+    "module",
+    "thread",
+    "stream",
+    "action",
+)
+
+
+@dataclass(frozen=True)
+class Groups:
+    """A partition of a history's blocks.
+
+    Attributes
+    ----------
+    by : str
+        One of `KEYS`.
+    labels : sequence of str
+        One per group.
+    stacks : sequence of Stack
+        A stack of each group's blocks, () where the key has none.
+    index : ndarray of int64, shape (len(blocks),)
+        The group of each block.
+    """
+
+    by: str
+    labels: Sequence[str]
+    stacks: Sequence[Stack]
+    index: Ints
+
+    def __len__(self) -> int:
+        """Return the number of groups."""
+        return len(self.labels)
+
+    def total(self, values: Ints, where: npt.NDArray[np.bool_] | None = None) -> Ints:
+        """Sum `values` of the blocks, or of those at `where`, per group."""
+        index = self.index if where is None else self.index[where]
+        values = values if where is None else values[where]
+        sums = np.zeros(len(self), np.int64)
+        np.add.at(sums, index, values)
+        return sums
+
+    def count(self, where: npt.NDArray[np.bool_] | None = None) -> Ints:
+        """Count the blocks, or those at `where`, per group."""
+        index = self.index if where is None else self.index[where]
+        return np.bincount(index, minlength=len(self)).astype(np.int64)
+
+
+def group(history: History, by: str = "line") -> Groups:
+    """Group the blocks of a history.
+
+    Parameters
+    ----------
+    history : History
+    by : str
+        One of `KEYS`. "line" is the innermost frame, the line that created the array;
+        "caller" the innermost one outside of installed packages.
+
+    Returns
+    -------
+    Groups
+
+    Raises
+    ------
+    ValueError
+        `by` is no key.
+    """
+    if by not in KEYS:
+        raise ValueError(f"--by must be one of {', '.join(KEYS)}, not {by!r}")
+    blocks = history.blocks
+    if by in _OF_STACK:
+        names = [_OF_STACK[by](stack) for stack in history.stacks]
+        places: dict[str, int] = {}
+        of_stack = np.array(
+            [places.setdefault(name, len(places)) for name in names] or [0], np.int64
+        )
+        first: dict[str, Stack] = {}
+        for name, stack in zip(names, history.stacks, strict=True):
+            first.setdefault(name, stack)
+        index = of_stack[blocks["stack"]] if len(blocks) else np.zeros(0, np.int64)
+        return Groups(by, list(places), [first[name] for name in places], index)
+    values, index = np.unique(blocks[by], return_inverse=True)
+    labels = [_label(history, by, value) for value in values.tolist()]
+    return Groups(by, labels, [()] * len(labels), index.astype(np.int64))
+
+
+def _label(history: History, by: str, value: int) -> str:
+    if by == "thread":
+        return f"thread {value}" if value else "unknown thread"
+    if by == "stream":
+        return f"stream {value}"
+    names: Sequence[str] = {
+        "primitive": history.primitives,
+        "range": history.ranges,
+        "module": history.modules,
+        "action": history.actions,
+    }[by]
+    return names[value] or f"no {by}"
+
+
+def line_of(stack: Stack) -> str:
+    """Return "file:line function" of the innermost frame."""
+    if not stack:
+        return NO_STACK
+    filename, line, function = stack[0]
+    if not line:
+        return function  # a label instead of a frame
+    return f"{filename}:{line} {function}"
+
+
+def caller_of(stack: Stack) -> str:
+    """Return the innermost frame outside of installed packages, else the innermost."""
+    for at, frame in enumerate(stack):
+        if is_own(frame.filename):
+            return line_of(stack[at:])
+    return line_of(stack)
+
+
+@functools.cache
+def is_own(filename: str) -> bool:
+    """Tell whether a file is the program's, not of a package or the library."""
+    if not filename or filename.startswith("<frozen"):
+        return False
+    folders = ("/site-packages/", "/dist-packages/", f"/{_LIBRARY}/")
+    return not any(folder in filename for folder in folders)
+
+
+_LIBRARY = "/".join(sysconfig.get_paths()["stdlib"].split("/")[-2:])
+
+
+def _function_of(stack: Stack) -> str:
+    if not stack:
+        return NO_STACK
+    return (
+        f"{stack[0].filename} {stack[0].function}" if stack[0].line else line_of(stack)
+    )
+
+
+def _file_of(stack: Stack) -> str:
+    return (
+        (stack[0].filename if stack[0].line else line_of(stack)) if stack else NO_STACK
+    )
+
+
+def _stack_of(stack: Stack) -> str:
+    return " <- ".join(line_of(stack[at:]) for at in range(len(stack))) or NO_STACK
+
+
+_OF_STACK: dict[str, Callable[[Stack], Any]] = {
+    "line": line_of,
+    "caller": caller_of,
+    "function": _function_of,
+    "file": _file_of,
+    "stack": _stack_of,
+}

@@ -1,0 +1,677 @@
+"""A snapshot as columns: the one thing that every report, export and view reads.
+
+The axis is the entry of the trace, counted from 0; after entry `i` so many bytes are
+active and reserved. A block is one allocation: it lives from the entry that made it
+until the one that freed it. mlxmem's own snapshots name operation, thread, range and
+module of each block; those of PyTorch are read as far as they have these.
+"""
+
+from __future__ import annotations
+
+import itertools
+import operator
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from mlxmem.events import no_collector
+from mlxmem.frames import text
+from mlxmem.reports.reading import SnapshotError, load
+
+Ints = npt.NDArray[np.int64]
+Places = npt.NDArray[np.int32]
+Entry = Mapping[str, Any]
+
+BEGINNING = -1  # `start` of a block that is older than the trace
+UNKNOWN = "unknown"
+
+# What a trace entry does; torch's other actions are `_OTHER`.
+KINDS = (
+    "alloc",
+    "free_requested",
+    "free_completed",
+    "segment_alloc",
+    "segment_free",
+    "segment_map",
+    "segment_unmap",
+    "oom",
+)
+_ALLOC, _ASK, _FREE, _OPEN, _CLOSE, _MAP, _UNMAP, _OOM = range(len(KINDS))
+_OTHER = len(KINDS)
+_TO_RESERVED = np.array([0, 0, 0, 1, -1, 1, -1, 0, 0], np.int64)
+
+BLOCK = np.dtype(
+    [
+        ("start", "i8"),  # entry that made it, BEGINNING if none did
+        ("end", "i8"),  # entry that freed it, len(history) while it lives
+        ("addr", "u8"),
+        ("size", "i8"),  # of the buffer, bytes
+        ("requested", "i8"),  # bytes
+        ("stack", "i4"),  # these five: place in the lists of History
+        ("primitive", "i4"),
+        ("action", "i4"),
+        ("range", "i4"),
+        ("module", "i4"),
+        ("stream", "i4"),
+        ("thread", "i8"),  # of the operating system, 0 = not known
+    ]
+)
+
+
+class Frame(NamedTuple):
+    """One frame of a stack."""
+
+    filename: str
+    line: int
+    function: str
+
+
+Stack = tuple[Frame, ...]  # innermost first
+
+
+class Mark(NamedTuple):
+    """A named moment: before entry `at`; time in microseconds (Unix epoch)."""
+
+    name: str
+    at: int
+    time_us: int
+    thread: int
+
+
+class Range(NamedTuple):
+    """A named stretch of one thread's entries, [at, end_at)."""
+
+    name: str
+    path: tuple[str, ...]
+    at: int
+    end_at: int
+    time_us: int
+    end_time_us: int
+    thread: int
+    open: bool
+
+
+class Oom(NamedTuple):
+    """An allocation that failed; bytes, `free` and `active` -1 where not known."""
+
+    at: int
+    time_us: int
+    thread: int
+    size: int
+    free: int
+    active: int
+    cache: int
+    stack: Stack
+    primitive: str
+    message: str
+
+
+class NodeLine(NamedTuple):
+    """Live array nodes that one stack made.
+
+    `visible_bytes` of buffers can be reached through arrays that are evaluated.
+    """
+
+    stack: Stack
+    range: str
+    module: str
+    live: int
+    pending: int
+    visible_bytes: int
+
+
+class NodeSample(NamedTuple):
+    """Totals of array nodes before entry `at`."""
+
+    at: int
+    time_us: int
+    live: int
+    pending: int
+
+
+@dataclass(frozen=True)
+class Nodes:
+    """Live array nodes at the end, and their totals over time."""
+
+    live: int
+    pending: int
+    lines: Sequence[NodeLine]
+    samples: Sequence[NodeSample]
+
+
+@dataclass(frozen=True)
+class History:
+    """What one device's memory did.
+
+    Attributes
+    ----------
+    name : str
+        File name or other label, for titles.
+    source : str
+        "mlxmem" or "torch".
+    device, devices : int
+        Which device this is, and how many the snapshot has.
+    time_us : ndarray of int64, shape (n,)
+        Time of each entry, microseconds since the Unix epoch; 0 where unknown.
+    kind : ndarray of uint8, shape (n,)
+        Place in `KINDS`; len(KINDS) for other actions.
+    active, reserved : ndarray of int64, shape (n,)
+        Bytes after each entry.
+    start_active, start_reserved : int
+        Bytes before the first entry.
+    blocks : ndarray of BLOCK
+        In the order of `start`.
+    stacks, primitives, actions, ranges, modules : sequence
+        What the fields of a block count in; `actions` has those of `mlxmem.Action`,
+        "Before" for what existed before the recording, or "alloc".
+    marks, spans, ooms : sequence of Mark, Range, Oom
+    nodes : Nodes or None
+    settings : mapping
+        `allocator_settings` of the snapshot.
+    """
+
+    name: str
+    source: str
+    device: int
+    devices: int
+    time_us: Ints
+    kind: npt.NDArray[np.uint8]
+    active: Ints
+    reserved: Ints
+    start_active: int
+    start_reserved: int
+    blocks: npt.NDArray[np.void]
+    stacks: Sequence[Stack]
+    primitives: Sequence[str]
+    actions: Sequence[str]
+    ranges: Sequence[str]
+    modules: Sequence[str]
+    marks: Sequence[Mark] = ()
+    spans: Sequence[Range] = ()
+    ooms: Sequence[Oom] = ()
+    nodes: Nodes | None = None
+    settings: Mapping[str, Any] = field(default_factory=dict)
+
+    def __len__(self) -> int:
+        """Return the number of entries."""
+        return len(self.kind)
+
+    @property
+    def peak(self) -> int:
+        """The highest active, bytes."""
+        highest = int(self.active.max()) if len(self) else self.start_active
+        return max(highest, self.start_active)
+
+    @property
+    def peak_at(self) -> int:
+        """The first entry after which active is highest; BEGINNING if none is."""
+        if not len(self) or self.start_active >= int(self.active.max()):
+            return BEGINNING
+        return int(self.active.argmax())
+
+    @property
+    def reserved_peak(self) -> int:
+        """The highest reserved, bytes."""
+        highest = int(self.reserved.max()) if len(self) else self.start_reserved
+        return max(highest, self.start_reserved)
+
+    @property
+    def end(self) -> int:
+        """The last entry, BEGINNING without any."""
+        return len(self) - 1
+
+    def active_after(self, at: int) -> int:
+        """Return the active bytes after entry `at`."""
+        return self.start_active if at < 0 else int(self.active[at])
+
+    def reserved_after(self, at: int) -> int:
+        """Return the reserved bytes after entry `at`."""
+        return self.start_reserved if at < 0 else int(self.reserved[at])
+
+    def time_after(self, at: int) -> int:
+        """Return the time of entry `at`; of the first one before it; 0 if unknown."""
+        return int(self.time_us[max(at, 0)]) if len(self) else 0
+
+    def live(self, at: int) -> npt.NDArray[np.bool_]:
+        """Tell which blocks live after entry `at`, shape (len(blocks),)."""
+        mask: npt.NDArray[np.bool_] = (self.blocks["start"] <= at) & (
+            self.blocks["end"] > at
+        )
+        return mask
+
+    @property
+    def dropped(self) -> int:
+        """How many events fell out of the ring; -1 = some, but not how many."""
+        if "trace_alloc_dropped" in self.settings:
+            return _as_int(self.settings["trace_alloc_dropped"])
+        return -1 if self.settings.get("trace_alloc_overflowed") else 0
+
+
+def read(path: str | os.PathLike[str], device: int | None = None) -> History:
+    """Read a snapshot file.
+
+    Parameters
+    ----------
+    path : str or path-like
+    device : int, optional
+        Which device; without it the first that has entries or segments.
+
+    Returns
+    -------
+    History
+
+    Raises
+    ------
+    SnapshotError
+        The file is no snapshot, is damaged, or has no such device.
+    """
+    name = text(os.fspath(path))
+    with no_collector():
+        return from_snapshot(load(path), name=name, device=device)
+
+
+def from_snapshot(
+    snapshot: Entry, *, name: str = "now", device: int | None = None
+) -> History:
+    """Turn a snapshot dict, as `mlxmem.snapshot()` returns it, into columns.
+
+    Parameters
+    ----------
+    snapshot : dict
+    name : str
+        For titles and errors.
+    device : int, optional
+        Which device; without it the first that has entries or segments.
+
+    Returns
+    -------
+    History
+
+    Raises
+    ------
+    SnapshotError
+        The dict is no snapshot, or has no such device.
+    """
+    try:
+        return _Reader(snapshot, name, device).history()
+    except SnapshotError:
+        raise
+    # A dict from anywhere can hold anything anywhere.
+    except (
+        AttributeError,
+        IndexError,
+        KeyError,
+        OverflowError,
+        TypeError,
+        ValueError,
+    ) as error:
+        what = " ".join(text(str(error)).split())
+        raise SnapshotError(
+            f"{name}: not a memory snapshot, {type(error).__name__}: {what}"
+        ) from error
+
+
+class _Reader:
+    """One snapshot on its way into a History."""
+
+    def __init__(self, snapshot: Entry, name: str, device: int | None) -> None:
+        self.snapshot, self.name = snapshot, name
+        traces, segments = snapshot["device_traces"], snapshot["segments"]
+        used = {_as_int(segment["device"]) for segment in segments}
+        self.devices = max([len(traces), *(number + 1 for number in used), 1])
+        if device is None:
+            used |= {number for number, trace in enumerate(traces) if trace}
+            device = min(used, default=0)
+        if not 0 <= device < self.devices:
+            raise SnapshotError(
+                f"{name}: it has no device {device}, only 0 to {self.devices - 1}"
+            )
+        self.device = device
+        self.trace: Sequence[Entry] = traces[device] if device < len(traces) else []
+        self.segments = [s for s in segments if s["device"] == device]
+        extra = snapshot.get("mlxmem")
+        self.extra: Entry = extra if isinstance(extra, dict) else {}
+        self.stacks = _Distinct()
+
+    def history(self) -> History:
+        trace, count = self.trace, len(self.trace)
+        kind = self._kinds()
+        addr = _numbers(trace, "addr", np.uint64)
+        size = _numbers(trace, "size")
+        time_us = _numbers(trace, "time_us")
+        own = _by_identity(trace, "user_metadata", _Metadata.read)
+        meta, metas = own
+        # The file's size is what was asked for; memory is taken by the buffer.
+        buffer_size = np.array([m.buffer_size for m in metas] or [0], np.int64)[meta]
+        real = np.where((buffer_size > 0) & (kind <= _FREE), buffer_size, size)
+
+        blocks, starts, ends = self._blocks(kind, addr, real, size)
+        made = starts >= 0
+        source = np.where(made, starts, np.minimum(ends, count - 1))
+        self._describe(blocks, source, made, own)
+        left = self._left_over(blocks)
+        blocks = np.concatenate([blocks, left])
+        blocks = blocks[np.argsort(blocks["start"], kind="stable")]
+
+        start_active = int(blocks["size"][blocks["start"] < 0].sum())
+        change = np.zeros(count, np.int64)
+        begun = blocks["start"] >= 0
+        np.add.at(change, blocks["start"][begun], blocks["size"][begun])
+        over = blocks["end"] < count
+        np.subtract.at(change, blocks["end"][over], blocks["size"][over])
+        reserved = np.cumsum(real * _TO_RESERVED[kind])
+        total = sum(_as_int(segment["total_size"]) for segment in self.segments)
+        start_reserved = total - (int(reserved[-1]) if count else 0)
+        settings = self.snapshot.get("allocator_settings")
+        return History(
+            name=self.name,
+            source="mlxmem" if "format" in self.extra else "torch",
+            device=self.device,
+            devices=self.devices,
+            time_us=time_us,
+            kind=kind,
+            active=np.cumsum(change) + start_active,
+            reserved=reserved + start_reserved,
+            start_active=start_active,
+            start_reserved=start_reserved,
+            blocks=blocks,
+            stacks=self.stacks.objects,
+            primitives=self._primitives.objects,
+            actions=self._actions.objects,
+            ranges=self._ranges.objects,
+            modules=self._modules.objects,
+            marks=self._marks(),
+            spans=self._spans(),
+            ooms=self._ooms(kind),
+            nodes=self._nodes(),
+            settings=settings if isinstance(settings, dict) else {},
+        )
+
+    def _kinds(self) -> npt.NDArray[np.uint8]:
+        codes = {name: code for code, name in enumerate(KINDS)}
+        names = map(operator.itemgetter("action"), self.trace)
+        numbers = map(codes.get, names, itertools.repeat(_OTHER))
+        return np.fromiter(numbers, np.uint8, len(self.trace))
+
+    def _blocks(
+        self, kind: npt.NDArray[np.uint8], addr: Any, real: Ints, asked: Ints
+    ) -> tuple[npt.NDArray[np.void], Ints, Ints]:
+        """Match each allocation with the entry that freed it.
+
+        Returns
+        -------
+        blocks : ndarray of BLOCK
+            With start, end, addr, size and requested.
+        starts, ends : ndarray of int64
+        """
+        count = len(kind)
+        entries = np.flatnonzero(kind <= _FREE)
+        order = entries[np.argsort(addr[entries], kind="stable")]
+        what, where = kind[order], addr[order]
+        last = len(order)
+        place = np.arange(last)
+        follows = np.zeros(last, np.bool_)  # the next one is of the same address
+        follows[:-1] = where[1:] == where[:-1]
+        after = np.minimum(place + 1, max(last - 1, 0))
+        # A request to free with its completion right behind it ends nothing itself.
+        doubled = (what == _ASK) & follows & (what[after] == _FREE)
+        ends_here = (what == _FREE) | ((what == _ASK) & ~doubled)
+
+        alloc = np.flatnonzero(what == _ALLOC)
+        stop = np.full(len(alloc), count, np.int64)
+        next_place = after[alloc]
+        has_next = follows[alloc]
+        shifted = np.where(doubled[next_place], after[next_place], next_place)
+        stop[has_next] = order[shifted[has_next]]
+        used = np.zeros(last, np.bool_)
+        used[shifted[has_next]] = True
+
+        orphan = np.flatnonzero(ends_here & ~used)
+        starts = np.concatenate(
+            [order[alloc], np.full(len(orphan), BEGINNING, np.int64)]
+        )
+        ends = np.concatenate([stop, order[orphan]])
+        at = np.concatenate([order[alloc], order[orphan]])
+        blocks = np.zeros(len(starts), BLOCK)
+        blocks["start"], blocks["end"] = starts, ends
+        blocks["addr"], blocks["size"] = addr[at], real[at]
+        blocks["requested"] = asked[at]
+        return blocks, starts, ends
+
+    def _describe(
+        self,
+        blocks: npt.NDArray[np.void],
+        source: Ints,
+        made: npt.NDArray[np.bool_],
+        own: tuple[Places, list[_Metadata]],
+    ) -> None:
+        """Fill in whose the blocks are, from the entries at `source`."""
+        meta, metas = own
+        count = len(self.trace)
+        frames, stacks = _by_identity(self.trace, "frames", _stack)
+        names = np.array([self.stacks.place(s) for s in stacks] or [0], np.int32)
+        before = self.stacks.place((Frame("", 0, "allocated before the recording"),))
+        categories, words = _by_identity(self.trace, "category", _word)
+        self._primitives, self._actions = _Distinct(), _Distinct()
+        self._ranges, self._modules = _Distinct(), _Distinct()
+        for first in (self._primitives, self._actions, self._ranges, self._modules):
+            first.place(UNKNOWN if first is self._primitives else "")
+        streams = _numbers(self.trace, "stream", np.int32)
+
+        def column(values: Iterable[Any], seen: _Distinct) -> Places:
+            return np.array([seen.place(v) for v in values] or [0], np.int32)
+
+        primitive = column((word or UNKNOWN for word in words), self._primitives)
+        action = column((m.action for m in metas), self._actions)
+        in_range = column((m.range for m in metas), self._ranges)
+        module = column((m.module for m in metas), self._modules)
+        thread = np.array([m.thread for m in metas] or [0], np.int64)
+        if not count:
+            return
+        blocks["stack"] = np.where(made, names[frames[source]], before)
+        blocks["primitive"] = primitive[categories[source]]
+        blocks["action"] = action[meta[source]]
+        blocks["range"] = in_range[meta[source]]
+        blocks["module"] = module[meta[source]]
+        blocks["thread"] = np.where(made, thread[meta[source]], 0)
+        blocks["stream"] = streams[source]
+
+    def _left_over(self, blocks: npt.NDArray[np.void]) -> npt.NDArray[np.void]:
+        """Return the live blocks of the segments that no entry made."""
+        count = len(self.trace)
+        open_now = set(blocks["addr"][blocks["end"] >= count].tolist())
+        rows = []
+        for segment in self.segments:
+            address = _as_int(segment.get("address", 0))
+            for block in segment["blocks"]:
+                addr = _as_int(block.get("address", address))
+                size = _as_int(block["size"])
+                address = addr + size
+                if not str(block["state"]).startswith("active") or addr in open_now:
+                    continue
+                row = np.zeros(1, BLOCK)
+                row["start"], row["end"], row["addr"] = BEGINNING, count, addr
+                row["size"] = size
+                row["requested"] = _as_int(block.get("requested_size", size))
+                row["stack"] = self.stacks.place(_stack(block.get("frames")))
+                row["stream"] = _as_int(segment.get("stream", 0))
+                rows.append(row)
+        return np.concatenate(rows) if rows else np.zeros(0, BLOCK)
+
+    def _marks(self) -> list[Mark]:
+        return [
+            Mark(
+                _word(mark["name"]),
+                _as_int(mark["at"]),
+                _as_int(mark["time_us"]),
+                _as_int(mark["thread"]),
+            )
+            for mark in self.extra.get("marks", ())
+        ]
+
+    def _spans(self) -> list[Range]:
+        return [
+            Range(
+                _word(span["name"]),
+                tuple(_word(part) for part in span["path"]),
+                _as_int(span["at"]),
+                _as_int(span["end_at"]),
+                _as_int(span["time_us"]),
+                _as_int(span["end_time_us"]),
+                _as_int(span["thread"]),
+                bool(span["open"]),
+            )
+            for span in self.extra.get("ranges", ())
+        ]
+
+    def _ooms(self, kind: npt.NDArray[np.uint8]) -> list[Oom]:
+        if "ooms" in self.extra:
+            return [
+                Oom(
+                    _as_int(oom["at"]),
+                    _as_int(oom["time_us"]),
+                    _as_int(oom["thread"]),
+                    _as_int(oom["size"]),
+                    _as_int(oom["free"]),
+                    _as_int(oom["active"]),
+                    _as_int(oom["cache"]),
+                    _stack(oom["frames"]),
+                    _word(oom["primitive"]),
+                    _word(oom["message"]),
+                )
+                for oom in self.extra["ooms"]
+            ]
+        found = []
+        for at in np.flatnonzero(kind == _OOM).tolist():
+            entry = self.trace[at]
+            found.append(
+                Oom(
+                    at,
+                    _as_int(entry.get("time_us", 0)),
+                    0,
+                    _as_int(entry["size"]),
+                    _as_int(entry.get("device_free", -1)),
+                    -1,
+                    -1,
+                    _stack(entry.get("frames")),
+                    UNKNOWN,
+                    "",
+                )
+            )
+        return found
+
+    def _nodes(self) -> Nodes | None:
+        nodes = self.extra.get("nodes")
+        if not isinstance(nodes, dict):
+            return None
+        lines = [
+            NodeLine(
+                _stack(line["frames"]),
+                _word(line["range"]),
+                _word(line["module"]),
+                _as_int(line["live"]),
+                _as_int(line["pending"]),
+                _as_int(line["visible_bytes"]),
+            )
+            for line in nodes["lines"]
+        ]
+        samples = [NodeSample(*map(_as_int, sample)) for sample in nodes["samples"]]
+        return Nodes(_as_int(nodes["live"]), _as_int(nodes["pending"]), lines, samples)
+
+
+class _Metadata(NamedTuple):
+    """What mlxmem keeps in an entry's user_metadata."""
+
+    action: str = ""
+    thread: int = 0
+    buffer_size: int = 0
+    range: str = ""
+    module: str = ""
+
+    @classmethod
+    def read(cls, value: Any) -> _Metadata:
+        if not isinstance(value, dict):
+            return cls()
+        return cls(
+            _word(value.get("action")),
+            _as_int(value.get("thread", 0)),
+            _as_int(value.get("buffer_size", 0)),
+            _word(value.get("range")),
+            _word(value.get("module")),
+        )
+
+
+class _Distinct:
+    """A list without repetitions."""
+
+    def __init__(self) -> None:
+        self.objects: list[Any] = []
+        self._places: dict[Any, int] = {}
+
+    def place(self, key: Any) -> int:
+        place = self._places.get(key)
+        if place is None:
+            place = self._places[key] = len(self.objects)
+            self.objects.append(key)
+        return place
+
+
+def _by_identity(
+    trace: Sequence[Entry], key: str, make: Callable[[Any], Any]
+) -> tuple[Places, list[Any]]:
+    """Make one object per distinct value of a key.
+
+    Entries share their frames and metadata, so that identity finds most equal ones
+    without looking inside.
+
+    Returns
+    -------
+    index : ndarray of int32, shape (len(trace),)
+    objects : list
+        One per distinct identity.
+    """
+    values = _values(trace, key)
+    ids = np.fromiter(map(id, values), np.int64, len(values))
+    _, first, index = np.unique(ids, return_index=True, return_inverse=True)
+    return index.astype(np.int32), [make(values[at]) for at in first.tolist()]
+
+
+def _values(trace: Sequence[Entry], key: str, default: Any = None) -> list[Any]:
+    try:
+        return list(map(operator.itemgetter(key), trace))
+    except KeyError:
+        return [entry.get(key, default) for entry in trace]
+
+
+def _numbers(
+    trace: Sequence[Entry], key: str, dtype: type = np.int64
+) -> npt.NDArray[Any]:
+    try:
+        column = map(operator.itemgetter(key), trace)
+        return np.fromiter(column, dtype, len(trace))
+    except KeyError:
+        return np.fromiter((entry.get(key, 0) for entry in trace), dtype, len(trace))
+
+
+def _stack(frames: Any) -> Stack:
+    if not isinstance(frames, list):
+        return ()
+    return tuple(
+        Frame(_word(f["filename"]), _as_int(f["line"]), _word(f["name"]))
+        for f in frames
+    )
+
+
+def _word(value: Any) -> str:
+    return text(value) if isinstance(value, str) else ""
+
+
+def _as_int(value: Any) -> int:
+    # bool and float could pass for numbers, and numpy's would not be JSON.
+    if type(value) is not int:
+        raise TypeError(f"a number is a {type(value).__name__}: {value!r}"[:80])
+    return value
