@@ -16,6 +16,7 @@ from mlxmem.fork_api import (
     record_memory_events,
     to_snapshot,
 )
+from mlxmem.marks import annotate, mark
 from mlxmem.record_block import record
 from mlxmem.recorder import (
     Stats,
@@ -34,6 +35,7 @@ __all__ = [
     "Stats",
     "UnsupportedMLXError",
     "__version__",
+    "annotate",
     "capture_traceback",
     "disable",
     "dump",
@@ -43,6 +45,7 @@ __all__ = [
     "events_array",
     "get_memory_events",
     "is_enabled",
+    "mark",
     "record",
     "record_memory_events",
     "resolve_traceback",

@@ -26,7 +26,7 @@ from libc.stdint cimport UINT32_MAX, int64_t, uint32_t, uint64_t, uintptr_t
 from libc.stdlib cimport calloc, free, malloc, qsort, realloc
 from libc.string cimport memcmp, memcpy, memset
 
-from mlxmem.events import NO_CONTEXT
+from mlxmem.events import NO_CONTEXT, Context
 
 
 cdef extern from "frame_walk.h" nogil:
@@ -410,6 +410,11 @@ def begin_session() -> int:
     return begun
 
 
+def session_number() -> int:
+    """How many sessions have begun in this process, or in the one it was forked from."""
+    return sessions
+
+
 cdef bint walks_agree():
     """Whether the fast walk sees what the interpreter's own API sees here."""
     cdef Stack seen
@@ -526,6 +531,7 @@ def intern_context(wanted) -> int:
     Parameters
     ----------
     wanted : Context
+        Or the plain tuple that equals it, which is faster made.
 
     Returns
     -------
@@ -541,7 +547,7 @@ def intern_context(wanted) -> int:
     if first_context + <uint64_t>len(contexts) > UINT32_MAX:
         return 0
     id = first_context + len(contexts)
-    contexts.append(wanted)
+    contexts.append(Context(*wanted))
     context_ids[wanted] = id
     return id
 
