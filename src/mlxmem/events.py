@@ -192,6 +192,28 @@ class OutOfMemory:
     stream: int = -1
 
 
+@dataclass(frozen=True)
+class SettingCall:
+    """A call that changes what MLX's allocator keeps, while a session recorded.
+
+    Attributes
+    ----------
+    mark : Mark
+        When, and on which thread; its name is the function's.
+    value : int or None
+        The argument, bytes; None without one.
+    previous : int or None
+        What it was before, as MLX returned it, bytes.
+    stack : sequence of Frame
+        The line of the call, outermost first.
+    """
+
+    mark: Mark
+    value: int | None
+    previous: int | None
+    stack: Sequence[Frame] = ()
+
+
 class Context(NamedTuple):
     """Where in a program a line ran, apart from its stack.
 
@@ -263,7 +285,7 @@ class Recording:
         What the snapshot shows in `allocator_settings`.
     context : callable
         Traceback id -> Context.
-    marks, ranges, ooms : sequence
+    marks, ranges, ooms, calls : sequence of Mark, Range, OutOfMemory, SettingCall
         In the order of their beginning.
     nodes : Nodes or None
         None where the nodes were not counted.
@@ -288,6 +310,7 @@ class Recording:
     marks: Sequence[Mark] = ()
     ranges: Sequence[Range] = ()
     ooms: Sequence[OutOfMemory] = ()
+    calls: Sequence[SettingCall] = ()
     nodes: Nodes | None = None
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from mlxmem.events import Frame
@@ -33,8 +33,10 @@ class Frames:
     def stack(self, traceback_id: int) -> list[Entry] | None:
         """Return the frames of an id, innermost first, or None."""
         frames = self._resolve(traceback_id) if traceback_id else None
-        if not frames:
-            return None
+        return self.of(frames) if frames else None
+
+    def of(self, frames: Sequence[Frame]) -> list[Entry]:
+        """Return frames that are given outermost first, innermost first."""
         key = tuple(frames)
         known = self._stacks.get(key)
         if known is None:

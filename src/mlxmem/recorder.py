@@ -12,7 +12,14 @@ from typing import Any, TypedDict
 
 import numpy as np
 
-from mlxmem import _cache_calls, _hook, _interner, _library_loads, snapshot as _snapshot
+from mlxmem import (
+    _hook,
+    _interner,
+    _library_loads,
+    _setting_calls,
+    marks,
+    snapshot as _snapshot,
+)
 from mlxmem._version import __version__
 from mlxmem.errors import UnsupportedMLXError
 from mlxmem.events import (
@@ -86,7 +93,7 @@ def enable(max_entries: int = 100_000, *, stacks: bool = True) -> None:
             _hook.set_traceback_capture_func(_interner.capture_func_address())
             _hook.set_traceback_tracking(stacks)
             _library_loads.watch(_attach_new_library)
-            _cache_calls.watch(mx, _hook.observe)
+            _setting_calls.watch(mx, _position)
             _hook.start_session(max_entries)
         except BaseException:
             if not running:
@@ -136,6 +143,7 @@ def recording() -> Recording:
             "nothing has been recorded in this process: call mlxmem.enable() first"
         )
     totals, events, buffers = _hook.copy_session()
+    named, ranges = marks.collect()
     return Recording(
         events=events,
         buffers=buffers,
@@ -152,6 +160,10 @@ def recording() -> Recording:
         stacks=_stacks,
         resolve=functools.cache(_interner.resolve_traceback),
         settings=_settings(totals),
+        context=functools.cache(_interner.resolve_context),
+        marks=named,
+        ranges=ranges,
+        calls=_setting_calls.collect(),
     )
 
 
@@ -279,7 +291,7 @@ def dump(path: str | os.PathLike[str]) -> pathlib.Path:
 def _forget_parent() -> None:
     # The hook put MLX back in the child before Python runs there again.
     _library_loads.unwatch()
-    _cache_calls.unwatch()
+    _setting_calls.unwatch()
     _lock.release()
 
 
@@ -315,7 +327,7 @@ def session_number() -> int:
 
 def _undo() -> None:
     _library_loads.unwatch()
-    _cache_calls.unwatch()
+    _setting_calls.unwatch()
     _hook.detach()
 
 
@@ -347,6 +359,11 @@ def _import_mlx() -> Any:
             f"'mlxmem[cuda12]' or 'mlxmem[cuda13]' ({error})"
         ) from error
     return mlx.core
+
+
+def _position() -> tuple[int, int]:
+    _hook.observe()
+    return _hook.position()
 
 
 def _attach_new_library() -> None:

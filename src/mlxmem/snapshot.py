@@ -29,12 +29,14 @@ from mlxmem import _pickle_writer, dump_file
 from mlxmem.events import (
     RAW_BUFFER,
     Action,
+    OutOfMemory,
     Recording,
     Records,
     Setting,
     State,
     no_collector,
 )
+from mlxmem.extras import Extras
 from mlxmem.frames import Entry, Frames, text
 from mlxmem.ledger import ABSENT, BEFORE, LOST, Ledger
 from mlxmem.tables import Rows, Shared, Table, keys_of, row_count, to_objects
@@ -96,8 +98,9 @@ def build(recording: Recording) -> dict[str, Any]:
     Returns
     -------
     dict
-        `segments`, `device_traces` (one device), `allocator_settings` and
-        `external_annotations`. Sizes in bytes, times in microseconds since the Unix
+        `segments`, `device_traces` (one device), `allocator_settings`,
+        `external_annotations`, and `mlxmem` (see `extras`), which PyTorch's readers
+        do not look at. Sizes in bytes, times in microseconds since the Unix
         epoch, frames innermost first. Holds only dict, list, tuple, str, int, float,
         bool and None. Equal stacks share one list: treat it as read-only.
 
@@ -207,6 +210,7 @@ class _Builder:
             LOST: frames.label(LOST_FRAMES),
             _REMAINDER: before,
         }
+        self._extras = Extras(recording, frames)
         self._stacks = _Made(self._stack)
         self._categories = _Made(self._category)
         self._metadata = _Made(self._meta)
@@ -224,11 +228,13 @@ class _Builder:
             "zero_byte_allocs": int(np.count_nonzero(empty)),
             "inconsistent_events": len(self.ledger.broken),
         }
+        trace = self._trace()
         return {
             "segments": self._segments(),
-            "device_traces": [self._trace()],
+            "device_traces": [trace],
             "allocator_settings": settings,
-            "external_annotations": [],
+            "external_annotations": self._extras.annotations(),
+            "mlxmem": self._extras.build(self._entry_of, self.ledger.final),
         }
 
     def common(self) -> list[str | tuple[int, ...]]:
@@ -261,17 +267,25 @@ class _Builder:
 
         shown = _OF_ACTION[events["action"]]
         shown[self._hidden()] = _NONE
-        count = sum(
-            int(np.count_nonzero(kinds != _NONE))
-            for kinds in (_OF_STATE[rows["state"]], *implied, shown)
-        )
+        per_event = np.count_nonzero(shown != _NONE, axis=1)
         del shown
+        for kinds in implied:
+            per_event[ledger.broken] += np.count_nonzero(kinds != _NONE, axis=1)
+        before = int(np.count_nonzero(_OF_STATE[rows["state"]] != _NONE))
+        failed = [self._extras.event_of(oom.mark) for oom in self.recording.ooms]
+        self._set_positions(before, per_event, failed)
+        count = before + int(per_event.sum()) + len(failed)
 
         def tables() -> Iterator[Table]:
             for part in _parts(len(rows)):
                 yield self._before_table(rows[part], owner[part])
-            for part in _parts(len(events)):
-                yield self._event_table(part, implied)
+            done = 0
+            for number, stop in enumerate([*failed, len(events)]):
+                for part in _parts(stop, done):
+                    yield self._event_table(part, implied)
+                done = stop
+                if number < len(failed):
+                    yield self._oom_table(self.recording.ooms[number])
 
         def with_unknown() -> Iterator[Table]:
             # The web viewer throws if entries have categories but none this one.
@@ -283,6 +297,17 @@ class _Builder:
                 yield table
 
         return Rows(count, with_unknown)
+
+    def _set_positions(self, before: int, per_event: Ints, failed: list[int]) -> None:
+        """Remember which entry comes first after so many events."""
+        first = np.zeros(len(per_event) + 1, np.int64)
+        np.cumsum(per_event, out=first[1:])
+        self._first_entry = first + before
+        for at in failed:
+            self._first_entry[at + 1 :] += 1
+
+    def _entry_of(self, event: int) -> int:
+        return int(self._first_entry[event])
 
     def _segments(self) -> Rows:
         """Return the segments of the buffers known by address, lowest first."""
@@ -401,10 +426,36 @@ class _Builder:
                 rows["thread_id"],
                 rows["stream"],
                 np.where(asked != size, size, 0),
+                self._extras.contexts(ids),
+                np.zeros(len(rows), np.int64),
             ),
             self._categories.places(primitive, self._is_known(rows, owner)),
         )
         return table
+
+    def _oom_table(self, oom: OutOfMemory) -> Table:
+        """Return the one entry of an allocation that failed."""
+        primitive = oom.primitive_id if oom.primitive_id < len(self.primitives) else 0
+        stack = self._stacks.place(oom.traceback_id, 0)
+        category = self._categories.place(primitive, int(oom.traceback_id > 0))
+        one = np.zeros(1, np.int32)
+        return {
+            "action": "oom",
+            "size": np.array([oom.size], np.int64),
+            "device_free": max(oom.free, 0),
+            "stream": max(oom.stream, 0),
+            "time_us": oom.mark.timestamp_us + self.recording.start_us,
+            "frames": Shared(self._stacks.objects, one + stack),
+            "user_metadata": {
+                "action": "oom",
+                "primitive": self.primitives[primitive],
+                "thread": oom.mark.thread_id,
+                "active": oom.active,
+                "cache": oom.cache,
+            },
+            "category": Shared(self._categories.objects, one + category),
+            "pool_id": _POOL,
+        }
 
     def _event_table(self, part: slice, implied: tuple[Places, Places]) -> Table:
         """Return the entries of some events, by the table of the seven actions."""
@@ -434,6 +485,8 @@ class _Builder:
                 events["thread_id"],
                 source["stream"],
                 np.where(asked != size, size, 0),
+                self._extras.contexts(ids),
+                self._extras.during(part),
             ),
             self._categories.places(primitive, self._is_known(source, owner)),
         )
@@ -516,7 +569,7 @@ class _Builder:
             np.zeros(count, np.int32),
             events["timestamp_us"][index],
             np.full(count, self._stacks.place(0, LOST), np.int32),
-            np.full(count, self._metadata.place(_LOST, 0, 0, -1, 0), np.int32),
+            np.full(count, self._metadata.place(_LOST, 0, 0, -1, 0, 0, 0), np.int32),
             np.full(count, self._categories.place(0, 0), np.int32),
         )
 
@@ -593,7 +646,14 @@ class _Builder:
         return LEAF if known else UNKNOWN
 
     def _meta(
-        self, action: int, primitive: int, thread: int, stream: int, buffer_size: int
+        self,
+        action: int,
+        primitive: int,
+        thread: int,
+        stream: int,
+        buffer_size: int,
+        context: int,
+        during: int,
     ) -> Entry:
         meta = {
             "action": _ACTIONS[action],
@@ -603,7 +663,7 @@ class _Builder:
         }
         if buffer_size:
             meta["buffer_size"] = buffer_size
-        return meta
+        return meta | self._extras.metadata(context, during)
 
 
 class _Made:
@@ -673,8 +733,8 @@ def _owners(rows: Records, owner: int) -> Ints:
     return np.full(len(rows), owner, np.int64)
 
 
-def _parts(count: int) -> Iterator[slice]:
-    for start in range(0, count, _CHUNK):
+def _parts(count: int, first: int = 0) -> Iterator[slice]:
+    for start in range(first, count, _CHUNK):
         yield slice(start, min(start + _CHUNK, count))
 
 

@@ -44,7 +44,13 @@ HIDDEN_FILES = (
     "ceval.c",
     "cpython/abstract.h",
 )
-TOP_KEYS = {"segments", "device_traces", "allocator_settings", "external_annotations"}
+TOP_KEYS = {
+    "segments",
+    "device_traces",
+    "allocator_settings",
+    "external_annotations",
+    "mlxmem",  # no reader of PyTorch looks at it
+}
 SEGMENT_KEYS = {
     "device": int,
     "address": int,
@@ -76,6 +82,10 @@ ENTRY_KEYS = {
     "user_metadata": dict,
     "category": str,
     "pool_id": tuple,
+}
+# A failed allocation has no address; readers show what was free instead.
+OOM_KEYS = {key: kind for key, kind in ENTRY_KEYS.items() if key != "addr"} | {
+    "device_free": int
 }
 ACTIONS = {"alloc", "free_requested", "free_completed", "segment_alloc", "segment_free"}
 
@@ -158,11 +168,13 @@ def check_entries(trace: list[Entry]) -> None:
     last = 0
     for number, entry in enumerate(trace):
         where = f"entry {number}: {entry}"
-        assert set(entry) == set(ENTRY_KEYS), where
-        for key, kind in ENTRY_KEYS.items():
+        failed = entry["action"] == "oom"
+        keys = OOM_KEYS if failed else ENTRY_KEYS
+        assert set(entry) == set(keys), where
+        for key, kind in keys.items():
             assert type(entry[key]) is kind, where
-        assert entry["action"] in ACTIONS, where
-        assert entry["addr"] > 0, where
+        assert failed or entry["action"] in ACTIONS, where
+        assert failed or entry["addr"] > 0, where
         assert entry["size"] >= 0, where
         assert entry["time_us"] >= last, f"{where} is older than the one before"
         last = entry["time_us"]
@@ -247,6 +259,8 @@ def check_forwards(trace: list[Entry], segments: list[Entry]) -> None:
     held: dict[int, int] = {}
     for number, entry in enumerate(trace):
         where = f"entry {number}: {entry}"
+        if entry["action"] == "oom":
+            continue
         addr, size = entry["addr"], entry["size"]
         match entry["action"]:
             case "segment_alloc":
@@ -318,6 +332,8 @@ def check_backwards(trace: list[Entry], segments: list[Entry]) -> None:
     for number in range(len(trace) - 1, -1, -1):
         entry = trace[number]
         where = f"before entry {number}: {entry}"
+        if entry["action"] == "oom":
+            continue
         addr, size = entry["addr"], entry["size"]
         match entry["action"]:
             case "free_completed":

@@ -17,7 +17,7 @@ import pytest
 from books import HAS_CPU_CACHE, Books, read_counters, settle
 
 import mlxmem
-from mlxmem import _cache_calls, _hook
+from mlxmem import _hook, _setting_calls
 from mlxmem._interner import interner_stats
 
 TARGETS = Path(__file__).parent / "targets"
@@ -52,7 +52,7 @@ def replaced(before: dict[str, Any], now: dict[str, Any]) -> set[str]:
 
 def wrapped_names() -> set[str]:
     """What enable() wraps in this MLX."""
-    every = {f"{m}.{f}" for m in ("mx", "metal") for f in _cache_calls.NAMES}
+    every = {f"{m}.{f}" for m in ("mx", "metal") for f in _setting_calls.NAMES}
     assert {"mx.clear_cache", "mx.set_cache_limit"} <= every
     return every & set(names())
 

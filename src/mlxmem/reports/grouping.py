@@ -9,9 +9,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
-from mlxmem.reports.history import History, Ints, Stack
+from mlxmem.reports.history import History, Ints, Mask, Stack
 
 NO_STACK = "no stack"
 
@@ -56,7 +55,7 @@ class Groups:
         """Return the number of groups."""
         return len(self.labels)
 
-    def total(self, values: Ints, where: npt.NDArray[np.bool_] | None = None) -> Ints:
+    def total(self, values: Ints, where: Mask | None = None) -> Ints:
         """Sum `values` of the blocks, or of those at `where`, per group."""
         index = self.index if where is None else self.index[where]
         values = values if where is None else values[where]
@@ -64,7 +63,7 @@ class Groups:
         np.add.at(sums, index, values)
         return sums
 
-    def count(self, where: npt.NDArray[np.bool_] | None = None) -> Ints:
+    def count(self, where: Mask | None = None) -> Ints:
         """Count the blocks, or those at `where`, per group."""
         index = self.index if where is None else self.index[where]
         return np.bincount(index, minlength=len(self)).astype(np.int64)

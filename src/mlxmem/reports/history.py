@@ -23,6 +23,7 @@ from mlxmem.frames import text
 from mlxmem.reports.reading import SnapshotError, load
 
 Ints = npt.NDArray[np.int64]
+Mask = npt.NDArray[np.bool_]
 Places = npt.NDArray[np.int32]
 Entry = Mapping[str, Any]
 
@@ -51,11 +52,13 @@ BLOCK = np.dtype(
         ("addr", "u8"),
         ("size", "i8"),  # of the buffer, bytes
         ("requested", "i8"),  # bytes
-        ("stack", "i4"),  # these five: place in the lists of History
+        ("visible", "i8"),  # of these, bytes that arrays show at the end; -1 = unknown
+        ("stack", "i4"),  # these six: place in the lists of History
         ("primitive", "i4"),
         ("action", "i4"),
         ("range", "i4"),
         ("module", "i4"),
+        ("freed_during", "i4"),  # of `ranges`: where the thread was that freed it
         ("stream", "i4"),
         ("thread", "i8"),  # of the operating system, 0 = not known
     ]
@@ -110,18 +113,26 @@ class Oom(NamedTuple):
     message: str
 
 
-class NodeLine(NamedTuple):
-    """Live array nodes that one stack made.
+class Call(NamedTuple):
+    """A call that changed a setting of MLX's allocator; bytes, None where none."""
 
-    `visible_bytes` of buffers can be reached through arrays that are evaluated.
-    """
+    name: str
+    at: int
+    time_us: int
+    thread: int
+    value: int | None
+    previous: int | None
+    stack: Stack
+
+
+class NodeLine(NamedTuple):
+    """Live array nodes that one stack made; pending ones are not evaluated."""
 
     stack: Stack
     range: str
     module: str
     live: int
     pending: int
-    visible_bytes: int
 
 
 class NodeSample(NamedTuple):
@@ -168,7 +179,7 @@ class History:
     stacks, primitives, actions, ranges, modules : sequence
         What the fields of a block count in; `actions` has those of `mlxmem.Action`,
         "Before" for what existed before the recording, or "alloc".
-    marks, spans, ooms : sequence of Mark, Range, Oom
+    marks, spans, ooms, calls : sequence of Mark, Range, Oom, Call
     nodes : Nodes or None
     settings : mapping
         `allocator_settings` of the snapshot.
@@ -193,6 +204,7 @@ class History:
     marks: Sequence[Mark] = ()
     spans: Sequence[Range] = ()
     ooms: Sequence[Oom] = ()
+    calls: Sequence[Call] = ()
     nodes: Nodes | None = None
     settings: Mapping[str, Any] = field(default_factory=dict)
 
@@ -236,11 +248,9 @@ class History:
         """Return the time of entry `at`; of the first one before it; 0 if unknown."""
         return int(self.time_us[max(at, 0)]) if len(self) else 0
 
-    def live(self, at: int) -> npt.NDArray[np.bool_]:
+    def live(self, at: int) -> Mask:
         """Tell which blocks live after entry `at`, shape (len(blocks),)."""
-        mask: npt.NDArray[np.bool_] = (self.blocks["start"] <= at) & (
-            self.blocks["end"] > at
-        )
+        mask: Mask = (self.blocks["start"] <= at) & (self.blocks["end"] > at)
         return mask
 
     @property
@@ -355,6 +365,7 @@ class _Reader:
         self._describe(blocks, source, made, own)
         left = self._left_over(blocks)
         blocks = np.concatenate([blocks, left])
+        self._find_visible(blocks)
         blocks = blocks[np.argsort(blocks["start"], kind="stable")]
 
         start_active = int(blocks["size"][blocks["start"] < 0].sum())
@@ -387,6 +398,7 @@ class _Reader:
             marks=self._marks(),
             spans=self._spans(),
             ooms=self._ooms(kind),
+            calls=self._calls(),
             nodes=self._nodes(),
             settings=settings if isinstance(settings, dict) else {},
         )
@@ -446,7 +458,7 @@ class _Reader:
         self,
         blocks: npt.NDArray[np.void],
         source: Ints,
-        made: npt.NDArray[np.bool_],
+        made: Mask,
         own: tuple[Places, list[_Metadata]],
     ) -> None:
         """Fill in whose the blocks are, from the entries at `source`."""
@@ -477,6 +489,9 @@ class _Reader:
         blocks["action"] = action[meta[source]]
         blocks["range"] = in_range[meta[source]]
         blocks["module"] = module[meta[source]]
+        over = blocks["end"] < count
+        during = column((m.during for m in metas), self._ranges)
+        blocks["freed_during"][over] = during[meta[blocks["end"][over]]]
         blocks["thread"] = np.where(made, thread[meta[source]], 0)
         blocks["stream"] = streams[source]
 
@@ -541,7 +556,7 @@ class _Reader:
                     _as_int(oom["cache"]),
                     _stack(oom["frames"]),
                     _word(oom["primitive"]),
-                    _word(oom["message"]),
+                    _word(oom["name"]),
                 )
                 for oom in self.extra["ooms"]
             ]
@@ -564,6 +579,40 @@ class _Reader:
             )
         return found
 
+    def _calls(self) -> list[Call]:
+        return [
+            Call(
+                _word(call["name"]),
+                _as_int(call["at"]),
+                _as_int(call["time_us"]),
+                _as_int(call["thread"]),
+                None if call["value"] is None else _as_int(call["value"]),
+                None if call["previous"] is None else _as_int(call["previous"]),
+                _stack(call["frames"]),
+            )
+            for call in self.extra.get("calls", ())
+        ]
+
+    def _find_visible(self, blocks: npt.NDArray[np.void]) -> None:
+        """Fill in how much of the blocks that live at the end arrays show."""
+        blocks["visible"] = -1
+        hidden = self.extra.get("hidden")
+        if not isinstance(hidden, dict):
+            return
+        live = np.flatnonzero(blocks["end"] >= len(self.trace))
+        blocks["visible"][live] = blocks["requested"][live]
+        short = dict(
+            zip(
+                map(_as_int, hidden["addresses"]),
+                map(_as_int, hidden["visible"]),
+                strict=True,
+            )
+        )
+        for at in live[
+            np.isin(blocks["addr"][live], np.fromiter(short, np.uint64, len(short)))
+        ].tolist():
+            blocks["visible"][at] = short[int(blocks["addr"][at])]
+
     def _nodes(self) -> Nodes | None:
         nodes = self.extra.get("nodes")
         if not isinstance(nodes, dict):
@@ -575,7 +624,6 @@ class _Reader:
                 _word(line["module"]),
                 _as_int(line["live"]),
                 _as_int(line["pending"]),
-                _as_int(line["visible_bytes"]),
             )
             for line in nodes["lines"]
         ]
@@ -591,6 +639,7 @@ class _Metadata(NamedTuple):
     buffer_size: int = 0
     range: str = ""
     module: str = ""
+    during: str = ""  # in which range it happened
 
     @classmethod
     def read(cls, value: Any) -> _Metadata:
@@ -602,6 +651,7 @@ class _Metadata(NamedTuple):
             _as_int(value.get("buffer_size", 0)),
             _word(value.get("range")),
             _word(value.get("module")),
+            _word(value.get("during")),
         )
 
 

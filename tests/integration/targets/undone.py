@@ -19,7 +19,7 @@ from books import settle
 from mapped import Mapping, differences, mlx_mappings
 
 import mlxmem
-from mlxmem import _cache_calls, _hook
+from mlxmem import _hook, _setting_calls
 
 OBJECT = 256  # bytes of the allocator to look at, all that CommonAllocator has
 
@@ -96,7 +96,7 @@ def main() -> None:
     # GIVEN an MLX that has worked a little, and is quiet. (Its binding writes a
     # function's text into memory of its own when it is read, as enable() does.)
     for module in (mx, getattr(mx, "metal", None)):
-        for name in _cache_calls.NAMES:
+        for name in _setting_calls.NAMES:
             if hasattr(module, name):
                 functools.wraps(getattr(module, name))(lambda: None)
     mx.eval(mx.random.normal((100, 100)) @ mx.ones((100, 3)))

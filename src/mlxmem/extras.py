@@ -1,0 +1,266 @@
+"""What PyTorch's snapshot format has no place for: the snapshot's key "mlxmem".
+
+Marks, ranges, failed allocations, changes of the allocator's settings, and live array
+nodes. Ranges stand in `external_annotations`, too, and in the metadata of the entries
+inside them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from mlxmem.events import Mark, Range, Recording, Records, State, no_context
+from mlxmem.frames import Entry, Frames, text
+
+FORMAT = 1  # of the key; raised when a reader must know
+Ints = npt.NDArray[np.int64]
+
+
+class Extras:
+    """The parts of one snapshot that are not events.
+
+    Parameters
+    ----------
+    recording : Recording
+    frames : Frames
+        The snapshot's stacks.
+    """
+
+    def __init__(self, recording: Recording, frames: Frames) -> None:
+        self._recording = recording
+        self._frames = frames
+        self._ranges = recording.ranges  # outer ones first
+        # Places in these lists stand for a context and a range in metadata.
+        self._contexts: list[tuple[str, str]] = [("", "")]
+        self._context_places: dict[tuple[str, str], int] = {("", ""): 0}
+        self._context_of: dict[int, int] = {0: 0}
+        self._paths: list[str] = [""]
+        self._during = self._find_during()
+
+    # For the metadata of entries.
+
+    def contexts(self, ids: npt.NDArray[Any]) -> Ints:
+        """Return a number for the context of each traceback id, shape (n,) -> (n,)."""
+        if self._recording.context is no_context:
+            return np.zeros(len(ids), np.int64)
+        distinct, index = np.unique(ids, return_inverse=True)
+        places = [self._context(number) for number in distinct.tolist()]
+        return np.array(places or [0], np.int64)[index]
+
+    def during(self, part: slice) -> Ints:
+        """Return a number for the range in which each of some events happened."""
+        if self._during is None:
+            return np.zeros(part.stop - part.start, np.int64)
+        return self._during[part]
+
+    def metadata(self, context: int, during: int) -> Entry:
+        """Return what the two numbers mean, for user_metadata."""
+        in_range, module = self._contexts[context]
+        path = self._paths[during]
+        found: Entry = {}
+        if in_range or path:
+            found["range"] = in_range or path
+        if path:
+            found["during"] = path
+        if module:
+            found["module"] = module
+        return found
+
+    def _context(self, traceback_id: int) -> int:
+        place = self._context_of.get(traceback_id)
+        if place is None:
+            context = self._recording.context(traceback_id)
+            key = (_path(context.ranges), text(context.module))
+            place = self._context_places.setdefault(key, len(self._contexts))
+            if place == len(self._contexts):
+                self._contexts.append(key)
+            self._context_of[traceback_id] = place
+        return place
+
+    def _find_during(self) -> Ints | None:
+        if not self._ranges:
+            return None
+        events = self._recording.events
+        threads = events["thread_id"]
+        during = np.zeros(len(events), np.int64)
+        places: dict[str, int] = {"": 0}
+        # The outer ones first: those inside overwrite them.
+        for span in self._ranges:
+            path = _path(span.path)
+            place = places.setdefault(path, len(places))
+            part = slice(self.event_of(span.start), self.event_of(span.end))
+            during[part][threads[part] == span.start.thread_id] = place
+        self._paths = list(places)
+        return during
+
+    # For the snapshot.
+
+    def event_of(self, mark: Mark) -> int:
+        """Return how many of the retained events came before a mark."""
+        count = len(self._recording.events)
+        return min(max(mark.at - self._recording.dropped, 0), count)
+
+    def annotations(self) -> list[Entry]:
+        """Return the ranges as torch's annotations, in the order of time."""
+        found = []
+        for span in self._ranges:
+            for mark, stage in ((span.start, "START"), (span.end, "END")):
+                if stage == "START" or not span.open:
+                    found.append(
+                        {
+                            "name": _path(span.path),
+                            "stage": stage,
+                            "device": 0,
+                            "time_us": self._time(mark),
+                        }
+                    )
+        return sorted(found, key=lambda entry: entry["time_us"])
+
+    def build(self, entry_of: Callable[[int], int], final: Records) -> Entry:
+        """Return the value of the key "mlxmem".
+
+        Parameters
+        ----------
+        entry_of : callable
+            Number of retained events before a moment -> the first entry of the trace
+            that comes after it.
+        final : ndarray of RAW_BUFFER
+            The buffers that are there at the end.
+
+        Returns
+        -------
+        dict
+            Plain data. `at` counts entries of the trace, `time_us` is microseconds
+            since the Unix epoch, sizes are bytes.
+        """
+
+        def place(mark: Mark) -> Entry:
+            return {
+                "name": text(mark.name),
+                "at": entry_of(self.event_of(mark)),
+                "time_us": self._time(mark),
+                "thread": mark.thread_id,
+            }
+
+        recording = self._recording
+        return {
+            "format": FORMAT,
+            "start_us": recording.start_us,
+            "marks": [place(mark) for mark in recording.marks],
+            "ranges": [self._range(span, place) for span in self._ranges],
+            "ooms": [
+                place(oom.mark)
+                | {
+                    "size": oom.size,
+                    "free": oom.free,
+                    "active": oom.active,
+                    "cache": oom.cache,
+                    "frames": self._frames.stack(oom.traceback_id) or [],
+                    "primitive": self._primitive(oom.primitive_id),
+                    "stream": oom.stream,
+                }
+                for oom in recording.ooms
+            ],
+            "calls": [
+                place(call.mark)
+                | {
+                    "value": call.value,
+                    "previous": call.previous,
+                    "frames": self._frames.of(call.stack),
+                }
+                for call in recording.calls
+            ],
+            "nodes": self._nodes(entry_of),
+            "hidden": self._hidden(final),
+        }
+
+    def _range(self, span: Range, place: Callable[[Mark], Entry]) -> Entry:
+        end = place(span.end)
+        return place(span.start) | {
+            "name": text(span.path[-1]),
+            "path": [text(name) for name in span.path],
+            "end_at": end["at"],
+            "end_time_us": end["time_us"],
+            "open": span.open,
+        }
+
+    def _nodes(self, entry_of: Callable[[int], int]) -> Entry | None:
+        """Return the live nodes by stack, most first, and their totals over time."""
+        nodes = self._recording.nodes
+        if nodes is None:
+            return None
+        ids, index = np.unique(nodes.live["traceback_id"], return_inverse=True)
+        live = np.bincount(index, minlength=len(ids))
+        pending = np.bincount(
+            index, weights=nodes.live["pending"], minlength=len(ids)
+        ).astype(np.int64)
+        lines = []
+        for place in np.argsort(-live, kind="stable").tolist():
+            in_range, module = self._contexts[self._context(int(ids[place]))]
+            lines.append(
+                {
+                    "frames": self._frames.stack(int(ids[place])) or [],
+                    "range": in_range,
+                    "module": module,
+                    "live": int(live[place]),
+                    "pending": int(pending[place]),
+                }
+            )
+        samples = nodes.samples
+        dropped, count = self._recording.dropped, len(self._recording.events)
+        at = np.clip(samples["at"].astype(np.int64) - dropped, 0, count)
+        return {
+            "live": len(nodes.live),
+            "pending": int(pending.sum()),
+            "lines": lines,
+            "samples": [
+                [entry_of(event), time + self._recording.start_us, alive, waiting]
+                for event, time, alive, waiting in zip(
+                    at.tolist(),
+                    samples["timestamp_us"].tolist(),
+                    samples["live"].tolist(),
+                    samples["pending"].tolist(),
+                    strict=True,
+                )
+            ],
+        }
+
+    def _hidden(self, final: Records) -> Entry | None:
+        """Return the live buffers of which arrays show less than was asked for.
+
+        A slice keeps all of its parent's buffer. Arrays that overlap count twice, but
+        no buffer shows more than it has.
+        """
+        nodes = self._recording.nodes
+        if nodes is None:
+            return None
+        live = nodes.live[(nodes.live["pending"] == 0) & (nodes.live["buffer"] > 0)]
+        active = final[(final["state"] == State.Active) & (final["size"] > 0)]
+        order = np.argsort(active["addr"])
+        addr, asked = active["addr"][order], active["requested_size"][order]
+        asked = np.minimum(asked, active["size"][order]).astype(np.int64)
+        shown = np.zeros(len(addr), np.int64)
+        if len(addr):
+            place = np.minimum(np.searchsorted(addr, live["buffer"]), len(addr) - 1)
+            known = addr[place] == live["buffer"]
+            np.add.at(shown, place[known], live["nbytes"][known].astype(np.int64))
+        short = shown < asked
+        return {
+            "addresses": addr[short].tolist(),
+            "visible": shown[short].tolist(),
+        }
+
+    def _primitive(self, number: int) -> str:
+        names: Sequence[str] = self._recording.primitives
+        return text(names[number]) if number < len(names) else ""
+
+    def _time(self, mark: Mark) -> int:
+        return mark.timestamp_us + self._recording.start_us
+
+
+def _path(names: Sequence[str]) -> str:
+    return "/".join(text(name) for name in names)

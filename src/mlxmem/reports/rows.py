@@ -1,0 +1,133 @@
+"""Rows of a report: groups of blocks with their sums, as plain data."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from mlxmem.reports.grouping import Groups, is_own, line_of
+from mlxmem.reports.history import History, Ints, Stack
+
+Row = dict[str, Any]
+
+
+def row_of(groups: Groups, at: int) -> Row:
+    """Return what names a group: its label, and its line where it has a stack.
+
+    Returns
+    -------
+    dict
+        `label`; with a stack also `file`, `line`, `function` of the innermost frame,
+        and `called_from`, the innermost line of the program itself, where that is
+        another one.
+    """
+    row: Row = {"label": groups.labels[at]}
+    stack = groups.stacks[at]
+    if groups.by in ("line", "caller", "stack") and stack and stack[0].line:
+        frame = stack[0]
+        if groups.by == "caller":
+            frame = next((f for f in stack if is_own(f.filename)), frame)
+        row |= {"file": frame.filename, "line": frame.line, "function": frame.function}
+        caller = called_from(stack)
+        if groups.by != "caller" and caller:
+            row["called_from"] = caller
+    return row
+
+
+def called_from(stack: Stack) -> str:
+    """Return the innermost line of the program itself, "" if it is the first one."""
+    for at, frame in enumerate(stack):
+        if is_own(frame.filename):
+            return line_of(stack[at:]) if at else ""
+    return ""
+
+
+def largest(values: Ints, top: int) -> list[int]:
+    """Return the places of the largest values above 0, largest first."""
+    order = np.argsort(-values, kind="stable")[:top]
+    return [place for place in order.tolist() if values[place] > 0]
+
+
+def share(part: int, whole: int) -> float:
+    """Return part / whole, rounded to 4 digits; 0 of nothing."""
+    return round(part / whole, 4) if whole else 0.0
+
+
+def live_rows(history: History, groups: Groups, at: int, top: int) -> list[Row]:
+    """Return the groups with most bytes after entry `at`, largest first.
+
+    Returns
+    -------
+    list of dict
+        What `row_of` gives, `bytes`, `buffers`, and `share` of active (0 to 1).
+    """
+    live = history.live(at)
+    sizes = groups.total(history.blocks["size"], live)
+    counts = groups.count(live)
+    active = history.active_after(at)
+    return [
+        row_of(groups, place)
+        | {
+            "bytes": int(sizes[place]),
+            "buffers": int(counts[place]),
+            "share": share(int(sizes[place]), active),
+        }
+        for place in largest(sizes, top)
+    ]
+
+
+def moment(history: History, at: int) -> Row:
+    """Return what a moment is: entry, time and totals.
+
+    Returns
+    -------
+    dict
+        `at` (entry, -1 before the first one), `time_us` (since the first entry),
+        `active`, `reserved`, `cache` (bytes) and `after_mark` (the last mark before
+        it, or None).
+    """
+    active, reserved = history.active_after(at), history.reserved_after(at)
+    return {
+        "at": at,
+        "time_us": history.time_after(at) - history.time_after(0),
+        "active": active,
+        "reserved": reserved,
+        "cache": max(reserved - active, 0),
+        "after_mark": mark_before(history, at),
+    }
+
+
+def mark_before(history: History, at: int) -> str | None:
+    """Return the name of the last mark before entry `at` was made."""
+    name = None
+    for mark in history.marks:
+        if mark.at > at:
+            break
+        name = mark.name
+    return name
+
+
+def frames_of(stack: Stack) -> list[Row]:
+    """Return a stack as plain data, innermost first."""
+    return [{"file": f.filename, "line": f.line, "function": f.function} for f in stack]
+
+
+def heading(report: str, history: History) -> Row:
+    """Return what every report begins with.
+
+    Returns
+    -------
+    dict
+        `report`, `format` (of the JSON, 1), `file`, `source`, `device`, `devices`,
+        `dropped` (events that fell out of the ring, -1 = some).
+    """
+    return {
+        "report": report,
+        "format": 1,
+        "file": history.name,
+        "source": history.source,
+        "device": history.device,
+        "devices": history.devices,
+        "dropped": history.dropped,
+    }

@@ -1,0 +1,160 @@
+"""The summary: totals, the peak, and the lines that matter in five orders."""
+
+from __future__ import annotations
+
+from mlxmem.reports.grouping import group
+from mlxmem.reports.history import History, Ints, Mask
+from mlxmem.reports.nodes import node_rows, node_totals
+from mlxmem.reports.rows import (
+    Row,
+    frames_of,
+    heading,
+    largest,
+    live_rows,
+    moment,
+    row_of,
+)
+
+
+def summary(history: History, by: str = "line", top: int = 10) -> Row:
+    """Summarize a history.
+
+    Parameters
+    ----------
+    history : History
+    by : str
+        One of `grouping.KEYS`.
+    top : int
+        Rows in each list.
+
+    Returns
+    -------
+    dict
+        `totals`: `duration_us`, `allocations`, `reuses`, `frees`, `buffers` (live at
+        the end), `allocated_bytes`. `start`, `end`, `peak`, `reserved_peak`: moments;
+        `peak` has `rows`. `rows`: by `allocated`, `buffers` and `churn` (bytes that
+        were freed again), each row with `bytes` allocated, `buffers`, `freed_bytes`,
+        `live_bytes`. `primitives`, `threads`, `streams`: such rows, by allocated
+        bytes. `nodes` (None where not counted) with `rows`. `visible`: live bytes,
+        and what arrays show of them. `calls`, `ooms`, `marks`, `settings`.
+    """
+    blocks = history.blocks
+    made = blocks["start"] >= 0
+    before = _action(history, "Before")
+    made &= blocks["action"] != before
+    freed = made & (blocks["end"] < len(history))
+    live = history.live(history.end)
+    reused = made & (blocks["action"] == _action(history, "AllocReuse"))
+    report = heading("summary", history)
+    report |= {
+        "by": by,
+        "totals": {
+            "duration_us": history.time_after(history.end) - history.time_after(0),
+            "allocations": int(made.sum()),
+            "reuses": int(reused.sum()),
+            "frees": int((blocks["end"] < len(history)).sum()),
+            "buffers": int(live.sum()),
+            "allocated_bytes": int(blocks["size"][made].sum()),
+        },
+        "start": moment(history, -1),
+        "end": moment(history, history.end),
+        "peak": moment(history, history.peak_at)
+        | {"rows": live_rows(history, group(history, by), history.peak_at, top)},
+        "reserved_peak": moment(history, _reserved_peak_at(history)),
+        "rows": {
+            order: _rows(history, by, top, made, freed, order)
+            for order in ("allocated", "buffers", "churn")
+        },
+    }
+    for name in ("primitive", "thread", "stream"):
+        report[f"{name}s"] = _rows(history, name, top, made, freed, "allocated")
+    totals = node_totals(history)
+    report["nodes"] = totals and totals | {"rows": node_rows(history, top)}
+    report["visible"] = visible_totals(history)
+    report["calls"] = call_rows(history)
+    report["ooms"] = oom_rows(history)
+    report["marks"] = len(history.marks)
+    report["settings"] = dict(history.settings)
+    return report
+
+
+def _action(history: History, name: str) -> int:
+    return history.actions.index(name) if name in history.actions else -1
+
+
+def _reserved_peak_at(history: History) -> int:
+    if not len(history) or history.start_reserved >= int(history.reserved.max()):
+        return -1
+    return int(history.reserved.argmax())
+
+
+def _rows(
+    history: History,
+    by: str,
+    top: int,
+    made: Mask,
+    freed: Mask,
+    order: str,
+) -> list[Row]:
+    groups = group(history, by)
+    size = history.blocks["size"]
+    sums: dict[str, Ints] = {
+        "bytes": groups.total(size, made),
+        "buffers": groups.count(made),
+        "freed_bytes": groups.total(size, freed),
+        "live_bytes": groups.total(size, history.live(history.end)),
+    }
+    key = {"allocated": "bytes", "buffers": "buffers", "churn": "freed_bytes"}[order]
+    return [
+        row_of(groups, place) | {name: int(sums[name][place]) for name in sums}
+        for place in largest(sums[key], top)
+    ]
+
+
+def visible_totals(history: History) -> Row | None:
+    """Return live bytes at the end and what arrays show of them, None if not known."""
+    blocks = history.blocks[history.live(history.end)]
+    known = blocks[blocks["visible"] >= 0]
+    if history.nodes is None:
+        return None
+    return {
+        "live_bytes": int(known["requested"].sum()),
+        "visible_bytes": int(known["visible"].sum()),
+    }
+
+
+def call_rows(history: History) -> list[Row]:
+    """Return the calls that changed the allocator's settings, in their order."""
+    first = history.time_after(0)
+    return [
+        {
+            "name": call.name,
+            "value": call.value,
+            "previous": call.previous,
+            "at": call.at,
+            "time_us": call.time_us - first,
+            "thread": call.thread,
+            "frames": frames_of(call.stack),
+        }
+        for call in history.calls
+    ]
+
+
+def oom_rows(history: History) -> list[Row]:
+    """Return the allocations that failed, in their order."""
+    first = history.time_after(0)
+    return [
+        {
+            "size": oom.size,
+            "free": oom.free,
+            "active": oom.active,
+            "cache": oom.cache,
+            "at": oom.at,
+            "time_us": oom.time_us - first,
+            "thread": oom.thread,
+            "primitive": oom.primitive,
+            "message": oom.message,
+            "frames": frames_of(oom.stack),
+        }
+        for oom in history.ooms
+    ]
