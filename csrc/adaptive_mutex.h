@@ -27,6 +27,9 @@ class AdaptiveMutex {
   void lock() {
     pthread_mutex_lock(&mutex_);
   }
+  bool try_lock() {
+    return pthread_mutex_trylock(&mutex_) == 0;
+  }
   void unlock() {
     pthread_mutex_unlock(&mutex_);
   }

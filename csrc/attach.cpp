@@ -94,6 +94,8 @@ struct Import {
 
 const Import kImports[] = {
     MLXMEM_IMPORT(abi::kDescInitSymbol, desc_init, true),
+    MLXMEM_IMPORT(abi::kDescDtorSymbol, desc_destroy, true),
+    MLXMEM_IMPORT(abi::kDescBaseDtorSymbol, desc_destroy, true),
     MLXMEM_IMPORT(abi::kSetDataSymbol, set_data, true),
     MLXMEM_IMPORT(abi::kSetDataLongSymbol, set_data_long, true),
     MLXMEM_IMPORT(abi::kSetDataOffsetSymbol, set_data_offset, true),

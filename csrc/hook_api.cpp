@@ -168,6 +168,25 @@ void mlxmem_free_copy(mlxmem_copy* copy) {
   copy->owner = nullptr;
 }
 
+int mlxmem_copy_nodes(mlxmem_nodes* out) {
+  return guarded(nullptr, 0, [&] {
+    *out = {};
+    if (auto copy = copy_nodes()) {
+      out->n_live = copy->live.size();
+      out->live = copy->live.data();
+      out->n_samples = copy->samples.size();
+      out->samples = copy->samples.data();
+      out->owner = copy.release();
+    }
+    return MLXMEM_OK;
+  });
+}
+
+void mlxmem_free_nodes(mlxmem_nodes* nodes) {
+  delete static_cast<NodesCopy*>(nodes->owner);
+  nodes->owner = nullptr;
+}
+
 const char* mlxmem_primitive_name(uint32_t id) {
   return id < (1u << 16) ? primitive_name(static_cast<PrimitiveId>(id))
                          : nullptr;

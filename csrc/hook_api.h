@@ -7,6 +7,8 @@
 #include <cstdint>
 
 #include "event.h"
+#include "live_nodes.h"
+#include "node_samples.h"
 
 #if defined(_WIN32)
 #define MLXMEM_API extern "C" __declspec(dllexport)
@@ -39,6 +41,14 @@ struct mlxmem_copy {
   void* owner; // for mlxmem_free_copy
 };
 
+struct mlxmem_nodes {
+  uint64_t n_live;
+  const mlxmem::LiveNode* live;
+  uint64_t n_samples;
+  const mlxmem::NodeSample* samples; // oldest first
+  void* owner; // for mlxmem_free_nodes; null: nothing is known of the nodes
+};
+
 struct mlxmem_word {
   uint64_t address, original, replacement;
 };
@@ -66,6 +76,9 @@ MLXMEM_API void mlxmem_set_traceback_tracking(int tracking);
 // A copy of the session as it is now; with_events 0: the totals only.
 MLXMEM_API int mlxmem_copy_session(int with_events, mlxmem_copy* out);
 MLXMEM_API void mlxmem_free_copy(mlxmem_copy* copy);
+// The array nodes of the session that live, and their totals over its time.
+MLXMEM_API int mlxmem_copy_nodes(mlxmem_nodes* out);
+MLXMEM_API void mlxmem_free_nodes(mlxmem_nodes* nodes);
 // nullptr beyond the last primitive.
 MLXMEM_API const char* mlxmem_primitive_name(uint32_t id);
 

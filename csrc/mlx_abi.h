@@ -108,17 +108,22 @@ constexpr const char* kAllocatesOnWorker[] = {
 // array is one shared_ptr; its first word is the ArrayDesc.
 // std::vector<array>: begin, end, capacity.
 enum VectorWord { kVectorBegin = 0, kVectorEnd = 1 };
+constexpr size_t kArrayWords = 2;
 
-// ArrayDesc. Both paddings are never written by MLX: every store to `status`
-// and to `position` is 32 bits wide.
+// ArrayDesc. The three paddings are never written by MLX: every store to
+// `status` and to `position` is 32 bits wide, every one to `is_tracer` 8.
 constexpr size_t kDescSize = 368;
 constexpr size_t kDescShape = 0; // SmallVector: begin at 8, end at 16
 constexpr size_t kDescStrides = 72;
 constexpr size_t kDescElements = 184;
-constexpr size_t kDescDtype = 192;
+constexpr size_t kDescDtype = 192; // Dtype, with kDtypeSize
+constexpr size_t kDtypeSize = 4;
 constexpr size_t kDescPrimitive = 200;
 constexpr size_t kDescStatus = 216;
+constexpr uint32_t kUnscheduled = 0; // array::Status
 constexpr size_t kDescStatusPadding = 220;
+constexpr size_t kDescTracerPadding = 268;
+constexpr size_t kDescData = 272; // shared_ptr<Data>; Data's first word: buffer
 constexpr size_t kDescTailPadding = 364;
 
 // SmallVector<int, 10>: the allocator's byte, begin, end, capacity, storage.
@@ -152,6 +157,9 @@ constexpr const char* kDescNodeCtorSymbol =
     "_ZN3mlx4core5array9ArrayDescC1ENS0_11SmallVectorIiLm10ESaIiEEENS0_"
     "5DtypeESt10shared_ptrINS0_9PrimitiveEESt6vectorIS1_SaIS1_EE";
 constexpr const char* kDescDtorSymbol = "_ZN3mlx4core5array9ArrayDescD1Ev";
+// The same function, which no library of MLX imports by this name; a compiler
+// of an extension may.
+constexpr const char* kDescBaseDtorSymbol = "_ZN3mlx4core5array9ArrayDescD2Ev";
 
 // array::set_data in its three eras. Flags is a one-byte struct in a register;
 // Strides, std::function and Data travel by invisible reference.

@@ -121,6 +121,10 @@ class DescCheck {
   explicit DescCheck(const MlxCore& mlx) {
     destroy_ = reinterpret_cast<abi::DescDtor>(
         required_symbol(mlx.image, abi::kDescDtorSymbol));
+    require(
+        mlx.image.symbol(abi::kDescBaseDtorSymbol) ==
+            reinterpret_cast<void*>(destroy_),
+        "ArrayDesc has two destructors");
     auto leaf = reinterpret_cast<abi::DescLeafCtor>(
         required_symbol(mlx.image, abi::kDescLeafCtorSymbol));
     auto node = reinterpret_cast<abi::DescNodeCtor>(
@@ -151,7 +155,8 @@ class DescCheck {
         pointer(abi::kDescPrimitive) == this,
         "ArrayDesc: the primitive is not at offset 200");
     require(
-        leaf_status != node_status && leaf_status < 8 && node_status < 8,
+        node_status == abi::kUnscheduled && leaf_status != node_status &&
+            leaf_status < 8,
         "ArrayDesc: the status is not at offset 216");
     std::memset(memory_ + abi::kDescPrimitive, 0, 2 * sizeof(void*));
     destroy_(memory_);
@@ -216,6 +221,12 @@ class DescCheck {
         word(abi::kDescStatusPadding) == untouched,
         "ArrayDesc: the bytes after the status of " + what + " are written");
     require(
+        word(abi::kDescTracerPadding) == untouched,
+        "ArrayDesc: the bytes after is_tracer of " + what + " are written");
+    require(
+        pointer(abi::kDescData) == nullptr,
+        "ArrayDesc: the data of " + what + " is not at offset 272");
+    require(
         word(abi::kDescTailPadding) == untouched,
         "ArrayDesc: the last four bytes of " + what + " are written");
     for (size_t i = abi::kDescSize; i < sizeof(memory_); ++i) {
@@ -257,13 +268,16 @@ void check_primitives(MlxCore& mlx, const std::vector<void**>& vtables) {
 
 void check_imports(const MlxCore& mlx) {
   bool init = false;
+  bool destructor = false;
   bool set_data = false;
   mlx.image.for_each_import([&](const char* name, void**) {
     init = init || std::strcmp(name, abi::kDescInitSymbol) == 0;
+    destructor = destructor || std::strcmp(name, abi::kDescDtorSymbol) == 0;
     set_data = set_data || std::strcmp(name, abi::kSetDataSymbol) == 0 ||
         std::strcmp(name, abi::kSetDataOwnedSymbol) == 0;
   });
   require(init, "libmlx does not call ArrayDesc::init through a slot");
+  require(destructor, "libmlx does not call ~ArrayDesc through a slot");
   require(set_data, "libmlx does not call array::set_data through a slot");
 }
 

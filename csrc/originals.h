@@ -18,6 +18,7 @@ struct Originals {
   abi::FreeFn release = nullptr;
   abi::CacheFreeFn cache_free = nullptr;
   abi::DescInitFn desc_init = nullptr;
+  abi::DescDtor desc_destroy = nullptr;
   abi::SetDataFn set_data = nullptr;
   abi::SetDataLongFn set_data_long = nullptr;
   abi::SetDataOffsetFn set_data_offset = nullptr;

@@ -4,6 +4,7 @@
 #include <new>
 
 #include "cache_state.h"
+#include "node.h"
 #include "originals.h"
 #include "primitive_classes.h"
 #include "session.h"
@@ -42,6 +43,7 @@ struct ThreadState {
   uint32_t released_session = 0;
   void* last_allocated = nullptr;
   uint64_t frees_at_allocation = 0;
+  uint32_t since_sample = 0; // events and nodes that came or went
   bool in_allocator = false;
 };
 
@@ -71,24 +73,6 @@ CapturedTraceback capture_or_released() {
     return {thread.released_traceback, thread.released_session};
   }
   return {id, session_number()};
-}
-
-// ---- the traceback id in a node ------------------------------------------
-
-// A node made while nothing was attached holds whatever the heap held. The
-// second padding holds a tag of session and address, so that neither an old
-// session's id nor a stray value passes for a traceback of this one.
-uint32_t node_tag(const void* desc, uint32_t session) {
-  return session * 0x9E3779B1u ^
-      static_cast<uint32_t>(reinterpret_cast<uintptr_t>(desc) >> 4);
-}
-
-uint32_t* word_at(void* object, size_t offset) {
-  return reinterpret_cast<uint32_t*>(static_cast<char*>(object) + offset);
-}
-
-const uint32_t* word_at(const void* object, size_t offset) {
-  return word_at(const_cast<void*>(object), offset);
 }
 
 // ---- to whom an allocation belongs ----------------------------------------
@@ -135,6 +119,22 @@ class OperationScope {
   Operation outer_;
 };
 
+// ---- samples of the nodes' totals ------------------------------------------
+
+bool is_sample_due() {
+  return ++thread.since_sample >= session.node_samples.interval();
+}
+
+// A node came or went. When the books are locked, the next one takes the
+// sample.
+void count_node_change() {
+  if (is_sample_due() && is_recording() && session.mutex.try_lock()) {
+    thread.since_sample = 0;
+    take_node_sample();
+    session.mutex.unlock();
+  }
+}
+
 // ---- bookkeeping that must not disturb MLX --------------------------------
 
 // Holds the books while the allocator works, which calls nobody back. An
@@ -146,6 +146,10 @@ class AllocatorScope {
     thread_.in_allocator = true;
   }
   ~AllocatorScope() {
+    if (is_sample_due()) {
+      thread_.since_sample = 0;
+      take_node_sample();
+    }
     thread_.in_allocator = false;
   }
 
@@ -312,18 +316,27 @@ void probes::desc_init(void* desc) {
   CapturedTraceback captured = operation.primitive_class
       ? CapturedTraceback{operation.traceback, operation.session}
       : capture_or_released();
-  *word_at(desc, abi::kDescTailPadding) = captured.id;
-  *word_at(desc, abi::kDescStatusPadding) = node_tag(desc, captured.session);
-
-  // A class of a library that was loaded after the attach.
+  set_traceback(desc, captured.id, captured.session);
   auto primitive = *reinterpret_cast<void****>(
       static_cast<char*>(desc) + abi::kDescPrimitive);
+  nodes().created(desc, primitive != nullptr);
+  count_node_change();
+
+  // A class of a library that was loaded after the attach.
   if (primitive && !own_code.contains((*primitive)[abi::kEvalCpu])) {
     auto handler = unknown_class.load(std::memory_order_relaxed);
     if (handler) {
       handler(*primitive);
     }
   }
+}
+
+void probes::desc_destroy(void* desc) {
+  // Also when no session records any more: its nodes can still be read.
+  if (nodes().destroyed(desc)) {
+    count_node_change();
+  }
+  originals.desc_destroy(desc);
 }
 
 TracebackId traceback_of(const void* desc) {
@@ -403,8 +416,14 @@ void evaluate_primitive(
   if (begin != end) {
     operation.traceback = traceback_of(*static_cast<void**>(begin));
   }
-  OperationScope scope(operation);
-  original(primitive, inputs, outputs);
+  {
+    OperationScope scope(operation);
+    original(primitive, inputs, outputs);
+  }
+  for (auto output = static_cast<void**>(begin); output < end;
+       output += abi::kArrayWords) {
+    nodes().evaluated(*output);
+  }
 }
 
 namespace {

@@ -29,6 +29,9 @@ void cache_free(void* buffer);
 // ArrayDesc::init(): a node was created.
 void desc_init(void* desc);
 
+// ~ArrayDesc().
+void desc_destroy(void* desc);
+
 // The forms of array::set_data(): a buffer was bound to an array.
 void set_data(void* self, void* buffer, void* deleter);
 void set_data_long(

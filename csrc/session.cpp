@@ -38,7 +38,51 @@ Counters settled_counters() {
   return counters;
 }
 
+// Throws std::bad_alloc.
+std::unique_ptr<NodesCopy> read_nodes() {
+  auto copy = std::make_unique<NodesCopy>();
+  auto& registry = nodes();
+  if (!read_live_nodes(registry, session.number.load(), &copy->live) ||
+      !registry.is_complete()) {
+    return nullptr;
+  }
+  return copy;
+}
+
+// With the mutex held, as what follows.
+Position session_position_locked() {
+  if (is_recording()) {
+    session.position = session.books.position();
+  }
+  return session.position;
+}
+
+std::unique_ptr<NodesCopy> kept_copy() {
+  return session.kept_nodes ? std::make_unique<NodesCopy>(*session.kept_nodes)
+                            : nullptr;
+}
+
+void copy_node_samples(NodesCopy* copy) {
+  take_node_sample();
+  auto& samples = session.node_samples;
+  copy->samples.assign(samples.begin(), samples.end());
+}
+
+void keep_nodes() {
+  std::unique_ptr<NodesCopy> copy;
+  try {
+    copy = copy_nodes();
+  } catch (const std::bad_alloc&) {
+    // Then nothing is known of them.
+  }
+  std::lock_guard<AdaptiveMutex> lock(session.mutex);
+  session.kept_nodes = std::move(copy);
+  session.nodes_can_be_read = false;
+}
+
 } // namespace
+
+Session::Session() : nodes(&registries_[0]) {}
 
 void start_session(uint64_t max_entries) {
   std::lock_guard<AdaptiveMutex> lock(session.mutex);
@@ -49,24 +93,61 @@ void start_session(uint64_t max_entries) {
   drop_cache_returns(); // of before
   session.books.start(max_entries, counters);
   session.number.store(session.books.session());
+  auto& registry = session.registries_[session.books.session() % 2];
+  registry.clear();
+  session.nodes.store(&registry, std::memory_order_release);
+  session.nodes_can_be_read = true;
+  session.kept_nodes.reset();
+  session.node_samples.clear();
   session.recording.store(true, std::memory_order_release);
+  take_node_sample();
 }
 
 void stop_session() {
-  std::lock_guard<AdaptiveMutex> lock(session.mutex);
-  if (is_recording()) {
-    book(book_counters);
-    session.position = session.books.position();
-    session.recording.store(false, std::memory_order_release);
+  {
+    std::lock_guard<AdaptiveMutex> lock(session.mutex);
+    if (is_recording()) {
+      book(book_counters);
+      take_node_sample();
+      session.recording.store(false, std::memory_order_release);
+    }
   }
+  keep_nodes();
+}
+
+void take_node_sample() {
+  if (!is_recording()) {
+    return;
+  }
+  Position position = session_position_locked();
+  NodeCounts counts = nodes().counts();
+  session.node_samples.add(
+      {position.events, position.us, counts.live, counts.pending});
+}
+
+std::unique_ptr<NodesCopy> copy_nodes() {
+  {
+    std::lock_guard<AdaptiveMutex> lock(session.mutex);
+    if (session.kept_nodes || !session.nodes_can_be_read) {
+      return kept_copy();
+    }
+  }
+  auto copy = read_nodes(); // a long list; the program allocates meanwhile
+  std::lock_guard<AdaptiveMutex> lock(session.mutex);
+  // When the session ended meanwhile, some nodes may have gone unseen.
+  if (session.kept_nodes || !session.nodes_can_be_read) {
+    return kept_copy();
+  }
+  if (copy) {
+    copy_node_samples(copy.get());
+  }
+  return copy;
 }
 
 Position session_position() {
   std::lock_guard<AdaptiveMutex> lock(session.mutex);
-  if (is_recording()) {
-    session.position = session.books.position();
-  }
-  return session.position;
+  take_node_sample(); // a mark shows the nodes of its moment
+  return session_position_locked();
 }
 
 bool ran_out_of_memory() {
@@ -99,6 +180,8 @@ void unlock_books() {
 
 void forget_session() {
   session.recording.store(false, std::memory_order_release);
+  session.nodes_can_be_read = false;
+  session.kept_nodes.reset();
 }
 
 } // namespace mlxmem

@@ -5,13 +5,23 @@
 
 #include <atomic>
 #include <cstdint>
+#include <memory>
 #include <mutex>
 #include <vector>
 
 #include "adaptive_mutex.h"
 #include "books.h"
+#include "live_nodes.h"
+#include "node_registry.h"
+#include "node_samples.h"
 
 namespace mlxmem {
+
+// What is known of array nodes.
+struct NodesCopy {
+  std::vector<LiveNode> live;
+  std::vector<NodeSample> samples;
+};
 
 struct Session {
   std::atomic<bool> recording{false};
@@ -21,10 +31,28 @@ struct Session {
   Books books; // under the mutex, as is the rest
   bool out_of_memory = false;
   Position position; // when it was last asked for, or at the end
+  NodeSamples node_samples;
+
+  // Nodes of the session. They are seen to go until the words are restored, so
+  // they are read before that, and kept.
+  std::atomic<NodeRegistry*> nodes;
+  bool nodes_can_be_read = false;
+  std::unique_ptr<NodesCopy> kept_nodes;
+
+  Session();
+
+ private:
+  friend void start_session(uint64_t max_entries);
+  // Sessions take turns: a thread that is late disturbs the last one's.
+  NodeRegistry registries_[2];
 };
 
 // Never destroyed: worker threads free buffers after static destructors ran.
 extern Session& session;
+
+inline NodeRegistry& nodes() {
+  return *session.nodes.load(std::memory_order_acquire);
+}
 
 inline bool is_recording() {
   return session.recording.load(std::memory_order_acquire);
@@ -57,6 +85,12 @@ SessionCopy copy_session(bool with_events);
 
 // Where the session stands; a session that ended stands still.
 Position session_position();
+
+// What is known of the nodes now, or was at the session's end; nullptr when
+// that is nothing. Throws std::bad_alloc.
+std::unique_ptr<NodesCopy> copy_nodes();
+// With the mutex held.
+void take_node_sample();
 
 // Around fork(): no other thread holds the books in the child, and the child
 // has no session.

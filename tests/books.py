@@ -18,7 +18,7 @@ import numpy as np
 
 import mlxmem
 from mlxmem import _hook, recorder
-from mlxmem.events import Action, Recording, Records, State
+from mlxmem.events import Action, Nodes, Recording, Records, State
 from mlxmem.ledger import Ledger
 
 FIELDS = (
@@ -316,6 +316,24 @@ def check_readers(recording: Recording) -> None:
     assert _hook.totals().unexplained == 0
 
 
+def check_nodes() -> Nodes:
+    """Assert that the running totals of array nodes are those of the nodes found.
+
+    Call it at a quiet moment.
+
+    Returns
+    -------
+    Nodes
+    """
+    nodes = _hook.copy_nodes()
+    assert nodes is not None
+    pending = int(nodes.live["pending"].sum())
+    last = nodes.samples[-1]
+    assert (last["live"], last["pending"]) == (len(nodes.live), pending)
+    assert np.all(np.diff(nodes.samples["timestamp_us"]) >= 0)
+    return nodes
+
+
 class Books:
     """One recording session under test, whose books are checked on the way out.
 
@@ -395,6 +413,7 @@ class Books:
         try:
             recording, counters = self.read()
             check(recording, counters, self.resets)
+            check_nodes()
             if readers:
                 check_readers(recording)
         finally:

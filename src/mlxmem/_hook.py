@@ -9,7 +9,14 @@ from dataclasses import dataclass
 import numpy as np
 
 from mlxmem.errors import UnsupportedMLXError
-from mlxmem.events import RAW_BUFFER, RAW_EVENT, Records
+from mlxmem.events import (
+    RAW_BUFFER,
+    RAW_EVENT,
+    RAW_NODE,
+    RAW_NODE_SAMPLE,
+    Nodes,
+    Records,
+)
 
 VERSIONS_KNOWN_TO_WORK = "0.30.6, 0.31.2, 0.32.1 and 0.32.4"
 
@@ -44,6 +51,16 @@ class _Copy(ctypes.Structure):
         ("events", ctypes.c_void_p),
         ("n_buffers", ctypes.c_uint64),
         ("buffers", ctypes.c_void_p),
+        ("owner", ctypes.c_void_p),
+    ]
+
+
+class _Nodes(ctypes.Structure):
+    _fields_ = [
+        ("n_live", ctypes.c_uint64),
+        ("live", ctypes.c_void_p),
+        ("n_samples", ctypes.c_uint64),
+        ("samples", ctypes.c_void_p),
         ("owner", ctypes.c_void_p),
     ]
 
@@ -109,6 +126,8 @@ def _load() -> ctypes.CDLL:
         ("set_traceback_tracking", None, [ctypes.c_int]),
         ("copy_session", ctypes.c_int, [ctypes.c_int, ctypes.POINTER(_Copy)]),
         ("free_copy", None, [ctypes.POINTER(_Copy)]),
+        ("copy_nodes", ctypes.c_int, [ctypes.POINTER(_Nodes)]),
+        ("free_nodes", None, [ctypes.POINTER(_Nodes)]),
         ("primitive_name", ctypes.c_char_p, [ctypes.c_uint32]),
         ("attach_new_images", ctypes.c_int64, text),
         (
@@ -248,6 +267,36 @@ def copy_session(with_events: bool = True) -> tuple[Totals, Records, Records]:
         )
     finally:
         _native.mlxmem_free_copy(ctypes.byref(copy))
+
+
+def copy_nodes() -> Nodes | None:
+    """Return the session's live array nodes, now or when it ended.
+
+    Nodes that were made before enable() are not counted. While arrays come and go, a
+    node that goes is left out.
+
+    Returns
+    -------
+    Nodes or None
+        None without a session, and where the system lets nobody read the process's
+        memory safely.
+
+    Raises
+    ------
+    MemoryError
+    """
+    nodes = _Nodes()
+    if _native.mlxmem_copy_nodes(ctypes.byref(nodes)) != _OK:
+        raise MemoryError("the list of array nodes does not fit into memory")
+    if not nodes.owner:
+        return None
+    try:
+        return Nodes(
+            live=_records(nodes.live, nodes.n_live, RAW_NODE),
+            samples=_records(nodes.samples, nodes.n_samples, RAW_NODE_SAMPLE),
+        )
+    finally:
+        _native.mlxmem_free_nodes(ctypes.byref(nodes))
 
 
 def observe() -> None:
