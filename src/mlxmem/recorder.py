@@ -13,17 +13,21 @@ from typing import Any, TypedDict
 import numpy as np
 
 from mlxmem import (
+    _collections,
     _hook,
     _interner,
     _library_loads,
+    _oom,
     _setting_calls,
     marks,
     snapshot as _snapshot,
 )
 from mlxmem._version import __version__
+from mlxmem.dump_file import check_path, check_target
 from mlxmem.errors import UnsupportedMLXError
 from mlxmem.events import (
     RAW_EVENT,
+    Range,
     Recording,
     Records,
     Setting,
@@ -56,7 +60,12 @@ _stacks = True  # whether that session captures stacks
 _in_transition = False  # inside enable() or disable()
 
 
-def enable(max_entries: int = 100_000, *, stacks: bool = True) -> None:
+def enable(
+    max_entries: int = 100_000,
+    *,
+    stacks: bool = True,
+    dump_on_oom: str | os.PathLike[str] | None = None,
+) -> None:
     """Start recording MLX's allocator, in a new session.
 
     Forgets what an earlier session collected, also when one is running. Arrays and
@@ -70,18 +79,25 @@ def enable(max_entries: int = 100_000, *, stacks: bool = True) -> None:
         Keep the last `max_entries` events (48 bytes each); 0 = keep all.
     stacks : bool
         Capture the Python stack of each array's creation.
+    dump_on_oom : str or os.PathLike, optional
+        Dump to this path when an allocation fails, before MLX hears of it: its CPU
+        backend crashes then. Each failure replaces the file of the one before.
 
     Raises
     ------
     TypeError, ValueError
         An argument is bad; the message names it.
+    OSError
+        No file can be at `dump_on_oom`.
     UnsupportedMLXError
         The MLX of this process failed a check. Nothing was changed.
     ImportError
         MLX is not installed, or has no backend.
     """
     global _session_pid, _session, _stacks
-    max_entries = check_options(max_entries, stacks=stacks)
+    max_entries = check_options(max_entries, stacks=stacks, dump_on_oom=dump_on_oom)
+    if dump_on_oom is not None:
+        check_target(dump_on_oom)
     mx = _import_mlx()
     with _transition():
         running = is_enabled()
@@ -94,6 +110,11 @@ def enable(max_entries: int = 100_000, *, stacks: bool = True) -> None:
             _hook.set_traceback_tracking(stacks)
             _library_loads.watch(_attach_new_library)
             _setting_calls.watch(mx, _position)
+            _collections.watch(_hook.position)
+            if dump_on_oom is None:
+                _oom.ignore_failures()
+            else:
+                _oom.dump_on_failure(os.fspath(dump_on_oom), dump)
             _hook.start_session(max_entries)
         except BaseException:
             if not running:
@@ -162,8 +183,10 @@ def recording() -> Recording:
         settings=_settings(totals),
         context=functools.cache(_interner.resolve_context),
         marks=named,
-        ranges=ranges,
+        ranges=sorted((*ranges, *_collections.collect()), key=_begin),
         calls=_setting_calls.collect(),
+        ooms=_oom.ooms(),
+        nodes=_hook.copy_nodes(),
     )
 
 
@@ -292,6 +315,7 @@ def _forget_parent() -> None:
     # The hook put MLX back in the child before Python runs there again.
     _library_loads.unwatch()
     _setting_calls.unwatch()
+    _collections.unwatch()
     _lock.release()
 
 
@@ -328,10 +352,16 @@ def session_number() -> int:
 def _undo() -> None:
     _library_loads.unwatch()
     _setting_calls.unwatch()
+    _collections.unwatch()
     _hook.detach()
 
 
-def check_options(max_entries: int = 100_000, *, stacks: bool = True) -> int:
+def check_options(
+    max_entries: int = 100_000,
+    *,
+    stacks: bool = True,
+    dump_on_oom: str | os.PathLike[str] | None = None,
+) -> int:
     """Check the arguments of enable() and return max_entries as an int."""
     if isinstance(max_entries, bool) or not hasattr(max_entries, "__index__"):
         raise TypeError(f"max_entries must be an int, not {max_entries!r}")
@@ -343,6 +373,8 @@ def check_options(max_entries: int = 100_000, *, stacks: bool = True) -> int:
         )
     if not isinstance(stacks, bool):
         raise TypeError(f"stacks must be True or False, not {stacks!r}")
+    if dump_on_oom is not None:
+        check_path(dump_on_oom, "dump_on_oom")
     return number
 
 
@@ -359,6 +391,10 @@ def _import_mlx() -> Any:
             f"'mlxmem[cuda12]' or 'mlxmem[cuda13]' ({error})"
         ) from error
     return mlx.core
+
+
+def _begin(span: Range) -> tuple[int, int, int]:
+    return span.start.timestamp_us, span.start.at, len(span.path)
 
 
 def _position() -> tuple[int, int]:

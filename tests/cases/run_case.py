@@ -1,10 +1,12 @@
 """Run one case script under recording and write what the tests need.
 
-    python run_case.py case01_loop_without_eval.py out.pickle [max_entries [dump]]
+    python run_case.py case01_loop_without_eval.py out.pickle [max_entries
+        [dump [label]]]
 
 The books are checked at the end. What MLX counted at every `snap()` of the case goes
-along, so that the test can compare the events up to there. With a fourth argument
-the snapshot is dumped, too.
+along, so that the test can compare the events up to there; each is a mark of the
+recording, too. With a fourth argument the snapshot is dumped, at the `snap()` whose
+label begins with the fifth, or at the end.
 """
 
 from __future__ import annotations
@@ -28,7 +30,9 @@ from books import Books, settle  # noqa: E402
 import mlxmem  # noqa: E402
 
 
-def main(script: str, out: str, max_entries: str = "0", dump: str = "") -> None:
+def main(
+    script: str, out: str, max_entries: str = "0", dump: str = "", dump_at: str = ""
+) -> None:
     """Record the script, check its books and pickle the recording."""
     marks: list[dict[str, Any]] = []
     books = Books(int(max_entries))
@@ -38,6 +42,9 @@ def main(script: str, out: str, max_entries: str = "0", dump: str = "") -> None:
         shown: tuple[int, int, int] = snap(label)
         counters = settle()
         at = mlxmem.stats()["events_recorded"]
+        mlxmem.mark(label)
+        if dump_at and label.startswith(dump_at):
+            mlxmem.dump(dump)
         marks.append({"label": label, "at": at, **counters._asdict()})
         return shown
 
@@ -55,6 +62,7 @@ def main(script: str, out: str, max_entries: str = "0", dump: str = "") -> None:
         }
         # Functions; the stacks themselves follow.
         values["resolve"] = values["context"] = None
+        values["nodes"] = None
         values["settings"] = dict(recording.settings)
         values["primitives"] = list(recording.primitives)
         result = {
@@ -66,7 +74,7 @@ def main(script: str, out: str, max_entries: str = "0", dump: str = "") -> None:
             "main_thread": threading.main_thread().native_id,
         }
         Path(out).write_bytes(pickle.dumps(result))
-        if dump:
+        if dump and not dump_at:
             mlxmem.dump(dump)
     del keep
 

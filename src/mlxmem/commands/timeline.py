@@ -80,7 +80,7 @@ def parts(report: dict[str, Any]) -> list[RenderableType]:
 def _steps(report: dict[str, Any]) -> RenderableType:
     cells = []
     for step in report["steps"]:
-        text = Text(step["name"], style="bold")
+        text = Text(step["name"] or "(the beginning)", style="bold")
         for key, word in (("most_allocated", "made"), ("most_freed", "freed")):
             row = step[key]
             if row:

@@ -687,7 +687,11 @@ def _by_identity(
     values = _values(trace, key)
     ids = np.fromiter(map(id, values), np.int64, len(values))
     _, first, index = np.unique(ids, return_index=True, return_inverse=True)
-    return index.astype(np.int32), [make(values[at]) for at in first.tolist()]
+    # In the order of the trace: addresses of objects differ from run to run.
+    order = np.argsort(first)
+    rank = np.empty(len(order), np.int32)
+    rank[order] = np.arange(len(order), dtype=np.int32)
+    return rank[index], [make(values[at]) for at in first[order].tolist()]
 
 
 def _values(trace: Sequence[Entry], key: str, default: Any = None) -> list[Any]:

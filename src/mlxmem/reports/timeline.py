@@ -31,9 +31,10 @@ def timeline(
         `slices`: for each, `from_at`, `to_at` (entries, the last one excluded),
         `time_us` of its end, and of active, reserved and cache the highest value in
         it, bytes; `pending` nodes at its end (None where not counted). `steps`: from
-        one mark to the next, with `name` of the first one, `from_at`, `to_at`,
-        `time_us`, `active` and `cache` at its end, `peak` of active inside,
-        `allocations`, `allocated_bytes`, `frees`, `freed_bytes`, `freed_during` (bytes
+        one mark to the next, the first one from the beginning: `name` of the mark, ""
+        for the first, `from_at`, `to_at`, `time_us`, `active` and `cache` (at the
+        mark, bytes), and up to the next mark `peak` of active, `allocations`,
+        `allocated_bytes`, `frees`, `freed_bytes`, `freed_during` (bytes
         by the range in which they were freed), `most_freed` and `most_allocated`:
         the row of the group with most bytes, or None. `ranges`: with `path`, `at`,
         `end_at`, `time_us`, `duration_us`, `thread`, `allocated_bytes`, `peak`.
@@ -99,21 +100,24 @@ def _steps(history: History, by: str) -> list[Row]:
         return []
     groups = group(history, by)
     blocks = history.blocks
-    edges = [mark.at for mark in history.marks] + [len(history)]
+    first = history.time_after(0)
+    named = [("", 0, 0)]
+    named += [(mark.name, mark.at, mark.time_us - first) for mark in history.marks]
+    edges = [at for _, at, _ in named] + [len(history)]
     found = []
-    for number, mark in enumerate(history.marks):
-        begin, stop = edges[number], edges[number + 1]
+    for number, (name, begin, time_us) in enumerate(named):
+        stop = edges[number + 1]
         made = (blocks["start"] >= begin) & (blocks["start"] < stop)
         gone = (blocks["end"] >= begin) & (blocks["end"] < stop)
         inside = history.active[begin:stop]
         found.append(
             {
-                "name": mark.name,
+                "name": name,
                 "from_at": begin,
                 "to_at": stop,
-                "time_us": mark.time_us - history.time_after(0),
-                "active": history.active_after(stop - 1),
-                "cache": moment(history, stop - 1)["cache"],
+                "time_us": time_us,
+                "active": history.active_after(begin - 1),
+                "cache": moment(history, begin - 1)["cache"],
                 "peak": int(inside.max()) if stop > begin else None,
                 "allocations": int(made.sum()),
                 "allocated_bytes": int(blocks["size"][made].sum()),
