@@ -108,6 +108,15 @@ def snapshot() -> dict[str, Any]:
         "primitive": "Add",
         "stream": 0,
     }
+    call = {
+        "name": "set_cache_limit",
+        "at": 6,
+        "time_us": START_US + 16,
+        "thread": THREAD,
+        "value": 0,
+        "previous": 1 << 25,
+        "frames": LOADER,
+    }
     return {
         "segments": [segment(A, 1000, LAYER), segment(OLD, 200, BEFORE)],
         "device_traces": [trace],
@@ -119,7 +128,7 @@ def snapshot() -> dict[str, Any]:
             "marks": [mark],
             "ranges": [span],
             "ooms": [oom],
-            "calls": [],
+            "calls": [call],
             "nodes": {
                 "live": 3,
                 "pending": 2,

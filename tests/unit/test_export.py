@@ -364,6 +364,13 @@ def test_trace_has_marks_ranges_failures_and_nodes(history: History) -> None:
     assert (oom["name"], oom["ts"]) == ("out of memory", 45)
     assert oom["args"]["size"] == 10**12
     assert oom["args"]["message"] == "no memory"
+    setting = by_category["setting"]
+    assert (setting["name"], setting["ts"]) == ("set_cache_limit", 16)
+    assert setting["args"] == {
+        "value": 0,
+        "previous": 1 << 25,
+        "stack": "/app/train.py:41 <module>",
+    }
     (nodes,) = (e for e in events if e["name"] == "array nodes")
     assert (nodes["ts"], nodes["args"]) == (8, {"pending": 4, "evaluated": 1})
     names = [e["args"]["name"] for e in events if e["name"] == "thread_name"]
@@ -429,8 +436,8 @@ def test_csv_has_a_row_per_block(history: History) -> None:
 
     assert list(rows[0]) == [
         "start", "end", "start_us", "end_us", "address", "size", "requested",
-        "action", "primitive", "stream", "thread", "range", "module", "line",
-        "stack_id", "live_at_peak", "live_at_end",
+        "visible", "action", "primitive", "stream", "thread", "range", "module",
+        "freed_during", "line", "stack_id", "live_at_peak", "live_at_end",
     ]  # fmt: skip
     before, first, second, again = rows
     assert first == {
@@ -441,12 +448,14 @@ def test_csv_has_a_row_per_block(history: History) -> None:
         "address": str(exports.A),
         "size": "1000",
         "requested": "1000",
+        "visible": "",
         "action": "AllocNew",
         "primitive": "Matmul",
         "stream": "0",
         "thread": "7",
         "range": "epoch/forward",
         "module": "layers.0",
+        "freed_during": "",
         "line": "/app/model.py:12 Block.__call__",
         "stack_id": first["stack_id"],
         "live_at_peak": "1",

@@ -11,10 +11,10 @@ from typing import BinaryIO
 import click
 
 from mlxmem import dump_file
+from mlxmem.commands import _report
 from mlxmem.export import CHOICES, FORMATS, ExportError, Options, format_of
 from mlxmem.export.tables import ROWS
 from mlxmem.export.trace_events import LARGEST
-from mlxmem.reports.history import read
 from mlxmem.reports.reading import SnapshotError
 from mlxmem.units import format_bytes
 
@@ -36,7 +36,7 @@ Examples:
 
 
 @click.command(help=_HELP, short_help="write it in the format of another tool")
-@click.argument("file", metavar="FILE", type=click.Path())
+@_report.FILE
 @click.option(
     "-f",
     "--format",
@@ -119,7 +119,7 @@ def command(
     try:
         if target != _STDOUT:
             dump_file.check_target(target)
-        history = read(file, device)
+        history = _report.read(file, device)
 
         def fill(out: BinaryIO) -> None:
             kind.write(history, out, options)

@@ -55,10 +55,12 @@ def block_columns(history: History, *, full_stacks: bool) -> dict[str, _Column]:
         `start`, `end`: entries that made and freed the block, none if that is older
         than the trace, or the block lives at the end. `start_us`, `end_us`: their
         times, microseconds since the Unix epoch. `address`; `size` of the buffer and
-        `requested`, bytes. `action`, `primitive`, `stream`, `thread`, `range`,
-        `module`: none where unknown. `line`: "file:line function" of the innermost
-        frame. `stack_id`: equal stacks have equal numbers. `live_at_peak`,
-        `live_at_end`. `stack`: as `line`, outermost first, separated by ";".
+        `requested`, bytes; `visible`, those of it that arrays show at the end.
+        `action`, `primitive`, `stream`, `thread`, `range`, `module`, and
+        `freed_during`, the range that freed it: none where unknown. `line`:
+        "file:line function" of the innermost frame. `stack_id`: equal stacks have
+        equal numbers. `live_at_peak`, `live_at_end`. `stack`: as `line`, outermost
+        first, separated by ";".
     """
     blocks = history.blocks
     start, end = blocks["start"], blocks["end"]
@@ -73,12 +75,14 @@ def block_columns(history: History, *, full_stacks: bool) -> dict[str, _Column]:
         "address": _Numbers(blocks["addr"]),
         "size": _Numbers(blocks["size"]),
         "requested": _Numbers(blocks["requested"]),
+        "visible": _Numbers(blocks["visible"], blocks["visible"] >= 0),
         "action": _words(history.actions, blocks["action"]),
         "primitive": _words(history.primitives, blocks["primitive"]),
         "stream": _Numbers(blocks["stream"]),
         "thread": _Numbers(blocks["thread"], blocks["thread"] > 0),
         "range": _words(history.ranges, blocks["range"]),
         "module": _words(history.modules, blocks["module"]),
+        "freed_during": _words(history.ranges, blocks["freed_during"]),
         "line": _Words(lines, stack),
         "stack_id": _Numbers(stack),
         "live_at_peak": _Numbers(history.live(history.peak_at)),

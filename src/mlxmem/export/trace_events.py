@@ -31,7 +31,7 @@ def write(
     largest: int = LARGEST,
     compress: bool = False,
 ) -> None:
-    """Write counters, marks, ranges, failed allocations and the largest blocks.
+    """Write counters, marks, ranges, settings, failures and the largest blocks.
 
     Parameters
     ----------
@@ -111,6 +111,7 @@ def _names(history: History) -> Iterator[str]:
         yield _event("M", "process_sort_index", pid=pid, args={"sort_index": pid})
     threads = {span.thread for span in history.spans}
     threads |= {mark.thread for mark in history.marks}
+    threads |= {call.thread for call in history.calls}
     threads |= {oom.thread for oom in history.ooms}
     for thread in sorted(threads):
         label = {"name": f"thread {thread}"}
@@ -180,6 +181,20 @@ def _moments(history: History, clock: _Clock) -> Iterator[str]:
             dur=max(end - start, 0),
             cat="range",
             args={"path": "/".join(span.path), "open": span.open},
+        )
+    for call in history.calls:
+        yield _event(
+            "i",
+            call.name,
+            tid=call.thread,
+            ts=clock.moment(call.at, call.time_us),
+            s="p",
+            cat="setting",
+            args={
+                "value": call.value,
+                "previous": call.previous,
+                "stack": _frames(call.stack),
+            },
         )
     for oom in history.ooms:
         yield _event(
