@@ -92,16 +92,17 @@ def group(history: History, by: str = "line") -> Groups:
         raise ValueError(f"--by must be one of {', '.join(KEYS)}, not {by!r}")
     blocks = history.blocks
     if by in _OF_STACK:
-        names = [_OF_STACK[by](stack) for stack in history.stacks]
+        used, of_block = np.unique(blocks["stack"], return_inverse=True)
         places: dict[str, int] = {}
-        of_stack = np.array(
-            [places.setdefault(name, len(places)) for name in names] or [0], np.int64
-        )
-        first: dict[str, Stack] = {}
-        for name, stack in zip(names, history.stacks, strict=True):
-            first.setdefault(name, stack)
-        index = of_stack[blocks["stack"]] if len(blocks) else np.zeros(0, np.int64)
-        return Groups(by, list(places), [first[name] for name in places], index)
+        stacks: list[Stack] = []
+        of_stack = np.zeros(len(used), np.int64)
+        for number, at in enumerate(used.tolist()):
+            stack = history.stacks[at]
+            place = places.setdefault(_OF_STACK[by](stack), len(places))
+            if place == len(stacks):
+                stacks.append(stack)
+            of_stack[number] = place
+        return Groups(by, list(places), stacks, of_stack[of_block])
     values, index = np.unique(blocks[by], return_inverse=True)
     labels = [_label(history, by, value) for value in values.tolist()]
     return Groups(by, labels, [()] * len(labels), index.astype(np.int64))

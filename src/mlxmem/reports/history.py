@@ -374,7 +374,7 @@ class _Reader:
         np.add.at(change, blocks["start"][begun], blocks["size"][begun])
         over = blocks["end"] < count
         np.subtract.at(change, blocks["end"][over], blocks["size"][over])
-        reserved = np.cumsum(real * _TO_RESERVED[kind])
+        reserved = np.cumsum(_reserved_changes(kind, addr, real))
         total = sum(_as_int(segment["total_size"]) for segment in self.segments)
         start_reserved = total - (int(reserved[-1]) if count else 0)
         settings = self.snapshot.get("allocator_settings")
@@ -629,6 +629,23 @@ class _Reader:
         ]
         samples = [NodeSample(*map(_as_int, sample)) for sample in nodes["samples"]]
         return Nodes(_as_int(nodes["live"]), _as_int(nodes["pending"]), lines, samples)
+
+
+def _reserved_changes(kind: npt.NDArray[np.uint8], addr: Any, size: Ints) -> Ints:
+    """Return what each entry adds to reserved.
+
+    A segment that is made for one block, or goes with it, takes two entries for one
+    step of the allocator: between them its bytes would look like cache.
+    """
+    change = size * _TO_RESERVED[kind]
+    pair = addr[1:] == addr[:-1]
+    opens = np.flatnonzero(pair & (kind[:-1] == _OPEN) & (kind[1:] == _ALLOC))
+    change[opens + 1] += change[opens]
+    change[opens] = 0
+    closes = np.flatnonzero(pair & (kind[:-1] == _FREE) & (kind[1:] == _CLOSE))
+    change[closes] += change[closes + 1]
+    change[closes + 1] = 0
+    return change
 
 
 class _Metadata(NamedTuple):

@@ -124,7 +124,7 @@ def _points(
     if len(chosen) >= 2:
         at = np.array([mark.at - 1 for mark in chosen], np.int64)
         return [mark.name for mark in chosen], at, True
-    at = np.linspace(0, history.end, PARTS + 1)[1:].astype(np.int64)
+    at = np.linspace(-1, history.end, PARTS + 1)[1:].astype(np.int64)
     parts = [f"{100 * (n + 1) // PARTS} %" for n in range(PARTS)]
     return parts, at, False
 
