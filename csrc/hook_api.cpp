@@ -48,6 +48,7 @@ void unlock_all() {
 void in_child() {
   unlock_all();
   forget_session();
+  set_failure_handler({});
   forget_thread_state();
   try {
     detach_in_child(*images_before_fork);
@@ -185,6 +186,24 @@ int mlxmem_copy_nodes(mlxmem_nodes* out) {
 void mlxmem_free_nodes(mlxmem_nodes* nodes) {
   delete static_cast<NodesCopy*>(nodes->owner);
   nodes->owner = nullptr;
+}
+
+size_t mlxmem_copy_failures(FailedAllocation* out, size_t capacity) {
+  size_t n = 0;
+  guarded(nullptr, 0, [&] {
+    auto failures = copy_failures();
+    n = failures.size();
+    std::copy_n(failures.begin(), std::min(n, capacity), out);
+    return MLXMEM_OK;
+  });
+  return n;
+}
+
+void mlxmem_set_failure_handler(
+    void (*handle)(const FailedAllocation*),
+    void* (*current_state)(void),
+    void* (*own_state)(void)) {
+  set_failure_handler({handle, current_state, own_state});
 }
 
 const char* mlxmem_primitive_name(uint32_t id) {

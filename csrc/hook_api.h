@@ -9,6 +9,7 @@
 #include "event.h"
 #include "live_nodes.h"
 #include "node_samples.h"
+#include "out_of_memory.h"
 
 #if defined(_WIN32)
 #define MLXMEM_API extern "C" __declspec(dllexport)
@@ -79,6 +80,15 @@ MLXMEM_API void mlxmem_free_copy(mlxmem_copy* copy);
 // The array nodes of the session that live, and their totals over its time.
 MLXMEM_API int mlxmem_copy_nodes(mlxmem_nodes* out);
 MLXMEM_API void mlxmem_free_nodes(mlxmem_nodes* nodes);
+// Writes up to capacity of the session's failed allocations, the last ones and
+// the oldest first, and returns how many there are.
+MLXMEM_API size_t
+mlxmem_copy_failures(mlxmem::FailedAllocation* out, size_t capacity);
+// Who is told of one before MLX is, see out_of_memory.h; handle null: nobody.
+MLXMEM_API void mlxmem_set_failure_handler(
+    void (*handle)(const mlxmem::FailedAllocation*),
+    void* (*current_state)(void),
+    void* (*own_state)(void));
 // nullptr beyond the last primitive.
 MLXMEM_API const char* mlxmem_primitive_name(uint32_t id);
 

@@ -84,6 +84,8 @@ void check_allocator(MlxCore& mlx) {
   originals.allocator = mlx.allocator;
   originals.allocates_unseen =
       std::strstr(type->name, abi::kCudaAllocatorName) != nullptr;
+  originals.uses_host_memory = !originals.allocates_unseen &&
+      !std::strstr(type->name, abi::kMetalAllocatorName);
   originals.malloc = reinterpret_cast<abi::MallocFn>(vtable[abi::kMalloc]);
   originals.free = reinterpret_cast<abi::FreeFn>(vtable[abi::kFree]);
   originals.size = reinterpret_cast<abi::SizeFn>(vtable[abi::kSize]);

@@ -21,7 +21,9 @@ void MlxCounters::bind(
     abi::CounterFn cache,
     abi::CounterFn peak,
     abi::CounterFn memory_limit) {
+  uint64_t left_out = not_allocated_;
   *this = MlxCounters();
+  not_allocated_ = left_out;
   active_ = CounterWord(active);
   cache_ = CounterWord(cache);
   peak_ = CounterWord(peak);

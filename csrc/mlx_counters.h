@@ -68,15 +68,24 @@ class MlxCounters {
       abi::CounterFn memory_limit);
 
   Counters read() const {
-    return {active_.ask(), cache_.ask(), peak_.ask()};
+    return {active_.ask() - not_allocated(), cache_.ask(), peak_.ask()};
   }
 
   // The active and the cached bytes, with the books locked.
   uint64_t active() {
-    return active_.read();
+    return active_.read() - not_allocated();
   }
   bool peek_active(uint64_t* out) const {
-    return active_.peek(out);
+    if (!active_.peek(out)) {
+      return false;
+    }
+    *out -= not_allocated();
+    return true;
+  }
+  // The CPU's allocator counts bytes as active, for good, that it asked for and
+  // did not get.
+  void leave_out(uint64_t bytes) {
+    __atomic_fetch_add(&not_allocated_, bytes, __ATOMIC_RELAXED);
   }
   uint64_t cache() {
     // The cache's word is not atomic: its mutex guards it.
@@ -96,7 +105,11 @@ class MlxCounters {
     return __atomic_load_n(mutex_word_, __ATOMIC_ACQUIRE) == 0;
   }
   bool knows_layout() const;
+  uint64_t not_allocated() const {
+    return __atomic_load_n(&not_allocated_, __ATOMIC_RELAXED);
+  }
 
+  uint64_t not_allocated_ = 0;
   CounterWord active_;
   CounterWord cache_;
   CounterWord peak_; // its word is looked at once, not read later

@@ -29,6 +29,7 @@ struct Originals {
   abi::AcquireGilFn acquire_gil = nullptr;
   void* allocator = nullptr; // the object
   bool allocates_unseen = false; // not every allocation takes its vtable
+  bool uses_host_memory = false; // the CPU's allocator
   bool notes_cache_returns = false; // cache_free is patched
 };
 extern Originals originals;

@@ -209,11 +209,9 @@ void note_bound_buffer(const void* array, void* buffer) {
 
 // ---- allocator -----------------------------------------------------------
 
-void* probes::malloc(void* self, size_t size) {
-  if (passes_through()) {
-    return originals.malloc(self, size);
-  }
-  Origin origin = origin_of_allocation();
+namespace {
+
+void* recorded_malloc(void* self, size_t size, const Origin& origin) {
   AllocatorScope scope;
   if (!is_recording()) {
     return originals.malloc(self, size);
@@ -221,6 +219,9 @@ void* probes::malloc(void* self, size_t size) {
   CacheState before = read_cache_state();
   book([&](Books& books) { book_before(books, before); });
   void* buffer = originals.malloc(self, size);
+  if (!buffer && size && is_recording()) {
+    mlx_counters.leave_out(mlx_counters.active() - session.books.peek_active());
+  }
   if (buffer && is_recording()) {
     size_t real_size = originals.size(self, buffer);
     CacheState after = read_cache_state();
@@ -238,6 +239,58 @@ void* probes::malloc(void* self, size_t size) {
       book_cache(books, after);
     });
     remember_allocated(buffer);
+  }
+  return buffer;
+}
+
+void* recorded_make_buffer(
+    void* self,
+    void* pointer,
+    size_t size,
+    const Origin& origin) {
+  AllocatorScope scope;
+  void* buffer = originals.make_buffer(self, pointer, size);
+  if (buffer && is_recording()) {
+    book([&](Books& books) {
+      books.made_buffer(address_of(buffer), size, origin);
+    });
+    remember_allocated(buffer);
+  }
+  return buffer;
+}
+
+void allocation_failed(size_t size, const char* message, const Origin& origin) {
+  FailedAllocation failure;
+  if (note_failure(size, message, origin, &failure)) {
+    tell_of_failure(failure);
+  }
+}
+
+// Notes what allocate() throws, with the books unlocked, and lets it pass.
+template <typename Allocate>
+void* noting_failure(size_t size, const Origin& origin, Allocate&& allocate) {
+  try {
+    return allocate();
+  } catch (const std::exception& error) {
+    allocation_failed(size, error.what(), origin);
+    throw;
+  } catch (...) {
+    allocation_failed(size, "", origin);
+    throw;
+  }
+}
+
+} // namespace
+
+void* probes::malloc(void* self, size_t size) {
+  if (passes_through()) {
+    return originals.malloc(self, size);
+  }
+  Origin origin = origin_of_allocation();
+  void* buffer = noting_failure(
+      size, origin, [&] { return recorded_malloc(self, size, origin); });
+  if (!buffer && size) {
+    allocation_failed(size, "", origin);
   }
   return buffer;
 }
@@ -282,15 +335,10 @@ void* probes::make_buffer(void* self, void* pointer, size_t size) {
     return originals.make_buffer(self, pointer, size);
   }
   Origin origin = origin_of_allocation();
-  AllocatorScope scope;
-  void* buffer = originals.make_buffer(self, pointer, size);
-  if (buffer && is_recording()) {
-    book([&](Books& books) {
-      books.made_buffer(address_of(buffer), size, origin);
-    });
-    remember_allocated(buffer);
-  }
-  return buffer;
+  // It gives nothing where the memory can't be used as it is: MLX copies then.
+  return noting_failure(size, origin, [&] {
+    return recorded_make_buffer(self, pointer, size, origin);
+  });
 }
 
 void probes::release(void* self, void* buffer) {

@@ -2,8 +2,12 @@
 
 #include <time.h>
 
+#include <cstdio>
+
 #include "cache_state.h"
+#include "free_memory.h"
 #include "originals.h"
+#include "threads.h"
 
 namespace mlxmem {
 
@@ -99,6 +103,7 @@ void start_session(uint64_t max_entries) {
   session.nodes_can_be_read = true;
   session.kept_nodes.reset();
   session.node_samples.clear();
+  session.failures.clear();
   session.recording.store(true, std::memory_order_release);
   take_node_sample();
 }
@@ -166,6 +171,44 @@ SessionCopy copy_session(bool with_events) {
   if (with_events) {
     copy.events = books.events();
     copy.older_buffers = books.older_buffers();
+  }
+  return copy;
+}
+
+bool note_failure(
+    uint64_t size,
+    const char* message,
+    const Origin& origin,
+    FailedAllocation* out) {
+  *out = {};
+  out->size = size;
+  out->free = originals.uses_host_memory ? free_host_memory() : -1;
+  out->stream = origin.stream;
+  out->primitive = origin.primitive;
+  out->thread_id = current_thread_id();
+  std::snprintf(out->message, sizeof(out->message), "%s", message);
+  std::lock_guard<AdaptiveMutex> lock(session.mutex);
+  if (!is_recording()) {
+    return false;
+  }
+  Position position = session_position_locked();
+  out->event = position.events;
+  out->timestamp_us = position.us;
+  auto totals = session.books.totals();
+  out->active = totals.now.active;
+  out->cache = totals.now.cache;
+  out->traceback =
+      origin.session == session.books.session() ? origin.traceback : 0;
+  session.failures.add(*out);
+  return true;
+}
+
+std::vector<FailedAllocation> copy_failures() {
+  std::vector<FailedAllocation> copy;
+  copy.reserve(FailedAllocations::kMost);
+  std::lock_guard<AdaptiveMutex> lock(session.mutex);
+  for (size_t i = 0; i < session.failures.size(); ++i) {
+    copy.push_back(session.failures[i]);
   }
   return copy;
 }

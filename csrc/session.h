@@ -14,6 +14,7 @@
 #include "live_nodes.h"
 #include "node_registry.h"
 #include "node_samples.h"
+#include "out_of_memory.h"
 
 namespace mlxmem {
 
@@ -32,6 +33,7 @@ struct Session {
   bool out_of_memory = false;
   Position position; // when it was last asked for, or at the end
   NodeSamples node_samples;
+  FailedAllocations failures;
 
   // Nodes of the session. They are seen to go until the words are restored, so
   // they are read before that, and kept.
@@ -91,6 +93,16 @@ Position session_position();
 std::unique_ptr<NodesCopy> copy_nodes();
 // With the mutex held.
 void take_node_sample();
+
+// An allocation failed; the origin is whose it was. False when no session
+// records. What was noted goes to *out.
+bool note_failure(
+    uint64_t size,
+    const char* message,
+    const Origin& origin,
+    FailedAllocation* out);
+// Throws std::bad_alloc.
+std::vector<FailedAllocation> copy_failures();
 
 // Around fork(): no other thread holds the books in the child, and the child
 // has no session.

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import ctypes
 import importlib.util
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -21,6 +23,29 @@ from mlxmem.events import (
 VERSIONS_KNOWN_TO_WORK = "0.30.6, 0.31.2, 0.32.1 and 0.32.4"
 
 _OK, _UNSUPPORTED, _NO_MEMORY = 0, 1, 2
+
+
+# A failed allocation; the fields of OutOfMemory.
+RAW_FAILURE = np.dtype(
+    [
+        ("at", "u8"),
+        ("timestamp_us", "i8"),
+        ("size", "u8"),
+        ("free", "i8"),
+        ("active", "u8"),
+        ("cache", "u8"),
+        ("traceback_id", "u4"),
+        ("stream", "i4"),
+        ("thread_id", "u4"),
+        ("primitive_id", "u2"),
+        ("reserved", "u2"),
+        ("message", "S128"),
+    ]
+)
+_MOST_FAILURES = 64
+_FAILURE_HANDLER = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
+_failure_handler: Callable[[], None] | None = None
+_c_failure_handler: Any = None
 
 
 class _Totals(ctypes.Structure):
@@ -128,6 +153,8 @@ def _load() -> ctypes.CDLL:
         ("free_copy", None, [ctypes.POINTER(_Copy)]),
         ("copy_nodes", ctypes.c_int, [ctypes.POINTER(_Nodes)]),
         ("free_nodes", None, [ctypes.POINTER(_Nodes)]),
+        ("copy_failures", ctypes.c_size_t, [ctypes.c_void_p, ctypes.c_size_t]),
+        ("set_failure_handler", None, [ctypes.c_void_p] * 3),
         ("primitive_name", ctypes.c_char_p, [ctypes.c_uint32]),
         ("attach_new_images", ctypes.c_int64, text),
         (
@@ -297,6 +324,48 @@ def copy_nodes() -> Nodes | None:
         )
     finally:
         _native.mlxmem_free_nodes(ctypes.byref(nodes))
+
+
+def copy_failures() -> Records:
+    """Return the last failed allocations of the session, oldest first.
+
+    Returns
+    -------
+    ndarray of RAW_FAILURE, shape (n,)
+    """
+    failures = np.zeros(_MOST_FAILURES, RAW_FAILURE)
+    n = _native.mlxmem_copy_failures(failures.ctypes.data, len(failures))
+    return failures[: min(n, len(failures))]
+
+
+def set_failure_handler(handler: Callable[[], None] | None) -> None:
+    """Choose what is called when an allocation failed, before MLX hears of it.
+
+    It runs on any thread, and must not raise. MLX waits for it: for half a minute at
+    most where the thread that allocates does not hold the GIL.
+    """
+    global _failure_handler, _c_failure_handler
+    _failure_handler = handler
+    if handler is None:
+        _native.mlxmem_set_failure_handler(None, None, None)
+        return
+    if _c_failure_handler is None:  # for the life of the process: it may run late
+        _c_failure_handler = _FAILURE_HANDLER(_call_failure_handler)
+    # Two that together tell whether a thread holds the GIL, without waiting for it.
+    api = ctypes.pythonapi
+    unchecked = "PyThreadState_GetUnchecked"  # its name from Python 3.13 on
+    current = getattr(api, unchecked, None) or api["_PyThreadState_UncheckedGet"]
+    _native.mlxmem_set_failure_handler(
+        ctypes.cast(_c_failure_handler, ctypes.c_void_p),
+        ctypes.cast(current, ctypes.c_void_p),
+        ctypes.cast(api.PyGILState_GetThisThreadState, ctypes.c_void_p),
+    )
+
+
+def _call_failure_handler(_: int) -> None:
+    handler = _failure_handler
+    if handler is not None:
+        handler()
 
 
 def observe() -> None:

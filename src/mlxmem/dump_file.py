@@ -18,8 +18,8 @@ _QUIET_S = 1.0  # a dump that is done by then says nothing
 _EVERY_S = 0.1
 
 
-def check_path(path: str | os.PathLike[str]) -> str:
-    """Return a path as text.
+def check_path(path: str | os.PathLike[str], name: str = "path") -> str:
+    """Return a path as text; errors call it `name`.
 
     Raises
     ------
@@ -30,9 +30,9 @@ def check_path(path: str | os.PathLike[str]) -> str:
     """
     text = os.fspath(path) if isinstance(path, (str, os.PathLike)) else None
     if not isinstance(text, str):
-        raise TypeError(f"path must be a str or path-like, not {path!r}")
+        raise TypeError(f"{name} must be a str or path-like, not {path!r}")
     if not text or "\0" in text:
-        raise ValueError(f"path must name a file, not {path!r}")
+        raise ValueError(f"{name} must name a file, not {path!r}")
     return text
 
 

@@ -102,10 +102,11 @@ class record(contextlib.ContextDecorator):  # noqa: N801 - used like a function
             )
         if path is not None:
             check_path(path)
-        unknown = sorted(options.keys() - {"max_entries", "stacks"})
+        unknown = sorted(options.keys() - {"max_entries", "stacks", "dump_on_oom"})
         if unknown:
             raise TypeError(
-                f"record() has no option {unknown[0]!r}, only max_entries and stacks"
+                f"record() has no option {unknown[0]!r}, only max_entries, stacks and "
+                "dump_on_oom"
             )
         check_options(**options)
         self.path = path

@@ -353,6 +353,7 @@ def _undo() -> None:
     _library_loads.unwatch()
     _setting_calls.unwatch()
     _collections.unwatch()
+    _oom.ignore_failures()
     _hook.detach()
 
 

@@ -296,3 +296,23 @@ def test_an_exception_of_the_allocator_passes_through(built: Path) -> None:
     if done.returncode == 77:
         pytest.skip(done.stdout)
     assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_a_program_survives_failed_allocations(built: Path, tmp_path: Path) -> None:
+    # In a process of its own: the extension replaces a lock of MLX.
+    done = subprocess.run(
+        [
+            sys.executable,
+            Path(__file__).parent / "targets" / "failures_survived.py",
+            built,
+            tmp_path / "out.pickle",
+        ],
+        capture_output=True,
+        text=True,
+    )
+    if done.returncode == 77:
+        pytest.skip(done.stdout)
+    assert done.returncode == 0, done.stderr
+    lines = done.stderr.splitlines()
+    assert len(lines) == 107
+    assert sum("could not be written (IsADirectoryError" in line for line in lines) == 1

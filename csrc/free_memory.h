@@ -1,0 +1,12 @@
+#pragma once
+
+#include <cstdint>
+
+namespace mlxmem {
+
+// Bytes that the operating system could still give to this process: the least
+// of what is available, what its limit of address space leaves and what its
+// control group leaves. -1 where none of them is known. Allocates nothing.
+int64_t free_host_memory();
+
+} // namespace mlxmem
