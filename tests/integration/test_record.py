@@ -316,5 +316,5 @@ def test_an_option_that_does_not_exist() -> None:
 
     # WHEN it is given
     # THEN the error names it and those that exist
-    with pytest.raises(TypeError, match="record.*depth.*stacks and dump_on_oom"):
+    with pytest.raises(TypeError, match=r"record.*depth.*stacks and dump_on_oom"):
         mlxmem.record(depth=3)
