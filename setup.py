@@ -1,4 +1,4 @@
-"""The four compiled modules; everything else is in pyproject.toml."""
+"""The compiled modules; everything else is in pyproject.toml."""
 
 from glob import glob
 
@@ -42,11 +42,21 @@ pickle_scan = Extension(
     extra_compile_args=["-O3"],
 )
 
+module_calls = Extension(
+    "mlxmem._module_calls", sources=["src/mlxmem/_module_calls.pyx"]
+)
+
+columns = Extension(
+    "mlxmem._columns",
+    sources=["src/mlxmem/_columns.pyx"],
+    extra_compile_args=["-O3"],
+)
+
 setup(
     ext_modules=[
         native,
         *cythonize(
-            [interner, pickle_writer, pickle_scan],
+            [columns, interner, module_calls, pickle_scan, pickle_writer],
             build_dir="build/cython",
             compiler_directives={"language_level": "3"},
         ),

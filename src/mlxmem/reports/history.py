@@ -8,8 +8,6 @@ module of each block; those of PyTorch are read as far as they have these.
 
 from __future__ import annotations
 
-import itertools
-import operator
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -18,6 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from mlxmem import _columns
 from mlxmem.events import no_collector
 from mlxmem.frames import text
 from mlxmem.reports.reading import SnapshotError, load
@@ -341,7 +340,7 @@ class _Reader:
                 f"{name}: it has no device {device}, only 0 to {self.devices - 1}"
             )
         self.device = device
-        self.trace: Sequence[Entry] = traces[device] if device < len(traces) else []
+        self.trace: list[Entry] = traces[device] if device < len(traces) else []
         self.segments = [s for s in segments if s["device"] == device]
         extra = snapshot.get("mlxmem")
         self.extra: Entry = extra if isinstance(extra, dict) else {}
@@ -350,9 +349,9 @@ class _Reader:
     def history(self) -> History:
         trace, count = self.trace, len(self.trace)
         kind = self._kinds()
-        addr = _numbers(trace, "addr", np.uint64)
-        size = _numbers(trace, "size")
-        time_us = _numbers(trace, "time_us")
+        addr = _columns.numbers(trace, "addr", unsigned=True)
+        size = _columns.numbers(trace, "size")
+        time_us = _columns.numbers(trace, "time_us")
         own = _by_identity(trace, "user_metadata", _Metadata.read)
         meta, metas = own
         # The file's size is what was asked for; memory is taken by the buffer.
@@ -405,9 +404,12 @@ class _Reader:
 
     def _kinds(self) -> npt.NDArray[np.uint8]:
         codes = {name: code for code, name in enumerate(KINDS)}
-        names = map(operator.itemgetter("action"), self.trace)
-        numbers = map(codes.get, names, itertools.repeat(_OTHER))
-        return np.fromiter(numbers, np.uint8, len(self.trace))
+        index, names = _columns.distinct(self.trace, "action")
+        if not all(isinstance(name, str) for name in names):
+            raise TypeError("an entry has no action")
+        return np.array([codes.get(name, _OTHER) for name in names] or [0], np.uint8)[
+            index
+        ]
 
     def _blocks(
         self, kind: npt.NDArray[np.uint8], addr: Any, real: Ints, asked: Ints
@@ -472,7 +474,7 @@ class _Reader:
         self._ranges, self._modules = _Distinct(), _Distinct()
         for first in (self._primitives, self._actions, self._ranges, self._modules):
             first.place(UNKNOWN if first is self._primitives else "")
-        streams = _numbers(self.trace, "stream", np.int32)
+        streams = _columns.numbers(self.trace, "stream")
 
         def column(values: Iterable[Any], seen: _Distinct) -> Places:
             return np.array([seen.place(v) for v in values] or [0], np.int32)
@@ -688,44 +690,15 @@ class _Distinct:
 
 
 def _by_identity(
-    trace: Sequence[Entry], key: str, make: Callable[[Any], Any]
+    trace: list[Any], key: str, make: Callable[[Any], Any]
 ) -> tuple[Places, list[Any]]:
     """Make one object per distinct value of a key.
 
     Entries share their frames and metadata, so that identity finds most equal ones
     without looking inside.
-
-    Returns
-    -------
-    index : ndarray of int32, shape (len(trace),)
-    objects : list
-        One per distinct identity.
     """
-    values = _values(trace, key)
-    ids = np.fromiter(map(id, values), np.int64, len(values))
-    _, first, index = np.unique(ids, return_index=True, return_inverse=True)
-    # In the order of the trace: addresses of objects differ from run to run.
-    order = np.argsort(first)
-    rank = np.empty(len(order), np.int32)
-    rank[order] = np.arange(len(order), dtype=np.int32)
-    return rank[index], [make(values[at]) for at in first[order].tolist()]
-
-
-def _values(trace: Sequence[Entry], key: str, default: Any = None) -> list[Any]:
-    try:
-        return list(map(operator.itemgetter(key), trace))
-    except KeyError:
-        return [entry.get(key, default) for entry in trace]
-
-
-def _numbers(
-    trace: Sequence[Entry], key: str, dtype: type = np.int64
-) -> npt.NDArray[Any]:
-    try:
-        column = map(operator.itemgetter(key), trace)
-        return np.fromiter(column, dtype, len(trace))
-    except KeyError:
-        return np.fromiter((entry.get(key, 0) for entry in trace), dtype, len(trace))
+    index, values = _columns.distinct(trace, key)
+    return index, [make(value) for value in values]
 
 
 def _stack(frames: Any) -> Stack:
