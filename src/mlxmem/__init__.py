@@ -17,6 +17,7 @@ from mlxmem.fork_api import (
     to_snapshot,
 )
 from mlxmem.marks import annotate, mark
+from mlxmem.modules import track_modules
 from mlxmem.record_block import record
 from mlxmem.recorder import (
     Stats,
@@ -52,4 +53,5 @@ __all__ = [
     "snapshot",
     "stats",
     "to_snapshot",
+    "track_modules",
 ]
