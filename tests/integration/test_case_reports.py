@@ -7,6 +7,10 @@ Every command is called as a user would, with `--json`, on the case's dump. Each
 from __future__ import annotations
 
 import json
+import os
+import signal
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -406,6 +410,36 @@ def test_every_case_has_its_report() -> None:
 @pytest.mark.parametrize("name", sorted(REPORTS))
 def test_report_gives_the_diagnosis(name: str) -> None:
     REPORTS[name]()
+
+
+def test_failed_allocation_leaves_its_dump(tmp_path: Path) -> None:
+    # GIVEN a case that dies of a failed allocation
+    script = CASES / "case32_allocation_failure.py"
+    dump = tmp_path / "oom.pickle"
+
+    # WHEN `mlxmem run` records it
+    done = subprocess.run(
+        [sys.executable, "-m", "mlxmem", "run", "-o", str(dump), str(script), "child"],
+        capture_output=True,
+        text=True,
+        timeout=240,
+        env={**os.environ, "MLXMEM_DUMP": ""},
+    )
+
+    # THEN it dies as without mlxmem, and the dump says of what
+    assert done.returncode == -signal.SIGSEGV, done.stderr
+    report = mlxmem("summary", dump)
+    (oom,) = report["ooms"]
+    text = "x = mx.zeros((1 << 20, 1 << 12))"
+    (line,) = [
+        number
+        for number, words in enumerate(script.read_text().splitlines(), 1)
+        if text in words
+    ]
+    assert oom["size"] == 16 << 30
+    assert (oom["frames"][0]["file"], oom["frames"][0]["line"]) == (str(script), line)
+    assert 0 <= oom["free"] < 16 << 30
+    assert oom["active"] == report["end"]["active"] >= 4 * MiB
 
 
 def test_overflow_is_reported(tmp_path: Path) -> None:
