@@ -161,10 +161,13 @@ class Chart {
       y: drawn.map((bar) => shown.get(bar.lane)),
       base: drawn.map((bar) => bar.left),
       x: drawn.map((bar) => Math.max(bar.right - bar.left, least)),
-      text: drawn.map((bar) => plain(bar.range.name)),
+      text: drawn.map((bar) => {
+        const width = (Math.min(bar.right, x1) - Math.max(bar.left, x0)) / (x1 - x0);
+        return plain(fit(bar.range.name, width * this.node.clientWidth * 0.87));
+      }),
       textposition: "inside",
       insidetextanchor: "start",
-      constraintext: "inside",
+      constraintext: "none",
       textangle: 0,
       textfont: { size: 11, color: "#ffffff" },
       width: 0.9,
@@ -206,7 +209,12 @@ class Chart {
       font: { family: "system-ui, sans-serif", size: 12, color: text },
       paper_bgcolor: "rgba(0,0,0,0)",
       plot_bgcolor: "rgba(0,0,0,0)",
-      margin: { l: 76, r: model.nodes?.samples.length ? 64 : 18, t: 34, b: 44 },
+      margin: { l: 76, r: model.nodes?.samples.length ? 64 : 18, t: 56, b: 44 },
+      modebar: {
+        bgcolor: "rgba(0,0,0,0)",
+        color: colour("--soft"),
+        activecolor: text,
+      },
       height: 470,
       dragmode: "zoom",
       hovermode: false,
@@ -215,7 +223,7 @@ class Chart {
         orientation: "h",
         traceorder: "normal",
         x: 0,
-        y: 1.01,
+        y: 1.05,
         yanchor: "bottom",
       },
       uirevision: "same",
@@ -244,6 +252,8 @@ class Chart {
         overlaying: "y",
         side: "right",
         rangemode: "tozero",
+        tickmode: "auto",
+        tickformat: ",d",
         fixedrange: true,
         showgrid: false,
         tickfont: { color: colour("--nodes") },
@@ -314,7 +324,7 @@ class Chart {
   annotations() {
     const { axis, model } = this;
     const [x0, x1] = this.window;
-    const label = (x, text, color, y) => ({
+    const label = (x, text, color, y, yanchor) => ({
       x,
       y,
       xref: "x",
@@ -322,7 +332,7 @@ class Chart {
       text: plain(text),
       showarrow: false,
       xanchor: "left",
-      yanchor: "top",
+      yanchor,
       textangle: 0,
       font: { size: 11, color },
       bgcolor: colour("--veil"),
@@ -333,13 +343,13 @@ class Chart {
       const x = axis.between(mark.at, mark.us);
       const near = x - last < (x1 - x0) / 14;
       if (x < x0 || x > x1 || near || notes.length >= MOST_NAMES) continue;
-      notes.push(label(x, clip(mark.name, 20), colour("--mark"), 1));
+      notes.push(label(x, clip(mark.name, 20), colour("--mark"), 1, "bottom"));
       last = x;
     }
     for (const oom of model.ooms.slice(0, MOST_NAMES)) {
       const x = axis.between(oom.at, oom.us);
       const text = `failed: ${formatBytes(oom.size)}`;
-      const note = label(x, text, colour("--oom"), 0.94);
+      const note = label(x, text, colour("--oom"), 0.94, "top");
       if (x > x0 + 0.8 * (x1 - x0)) note.xanchor = "right";
       if (x >= x0 && x <= x1) notes.push(note);
     }

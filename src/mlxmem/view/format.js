@@ -71,6 +71,15 @@ function shorten(label, length = 46) {
   return clip(last, length);
 }
 
+const LETTER_PX = 6.4; // of the charts' font, on average
+
+/** As much of a text as fits into a width; nothing where that is next to nothing. */
+function fit(text, pixels) {
+  const letters = Math.floor((pixels - 10) / LETTER_PX);
+  if (letters >= text.length) return text;
+  return letters < 4 ? "" : clip(text, letters);
+}
+
 function clip(text, length) {
   return text.length <= length ? text : `${text.slice(0, length - 1)}…`;
 }

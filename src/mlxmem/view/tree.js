@@ -3,7 +3,6 @@
 const MOST_NODES = 500; // drawn at a time; a click on one shows more below it
 const TREE_DEPTH = 24;
 const ROW_PX = 26;
-const LETTER_PX = 6.4; // of the font below, on average
 
 /** The tree of all stacks at an entry: nodes with bytes, count, children by frame. */
 function callTree(model, entry) {
@@ -41,12 +40,17 @@ function newNode(frame, parent) {
   return { frame, parent, depth, bytes: 0, count: 0, children: new Map() };
 }
 
-/** The nodes below one that are drawn, largest first: no child without its parent. */
-function largestBelow(top) {
+/**
+ * The nodes below one that are drawn: the largest of those that have `least` bytes,
+ * and no child without its parent.
+ */
+function largestBelow(top, least) {
   const found = [];
   let level = [top];
   for (let depth = 0; depth < TREE_DEPTH && level.length; depth++) {
-    level = level.flatMap((node) => [...node.children.values()]);
+    level = level.flatMap((node) =>
+      [...node.children.values()].filter((child) => child.bytes >= least),
+    );
     found.push(...level);
   }
   found.sort((a, b) => b.bytes - a.bytes || a.depth - b.depth);
@@ -84,7 +88,8 @@ class Tree {
     for (let node = top; node; node = node.parent) way.unshift(node);
     let parent = "";
     for (const node of way) parent = this.add(node, parent, top.bytes);
-    const shown = largestBelow(top);
+    const least = Math.max(0.5 / this.pixels, 1);
+    const shown = largestBelow(top, least);
     const visit = (node, id) => {
       const few = { frame: null, depth: node.depth + 1, bytes: 0, count: 0, lines: 0 };
       for (const child of node.children.values()) {
@@ -96,7 +101,7 @@ class Tree {
           few.lines++;
         }
       }
-      if (few.lines && few.depth - top.depth <= TREE_DEPTH) {
+      if (few.bytes >= least && few.depth - top.depth <= TREE_DEPTH) {
         this.add(few, id, few.bytes);
       }
     };
@@ -117,16 +122,12 @@ class Tree {
       where = frameText(frame);
       color = colour(`--tree-${(hash(file) % 8) + 1}`);
     }
-    const letters = Math.floor((bytes * this.pixels - 10) / LETTER_PX);
-    if (letters < label.length) {
-      label = letters < 4 ? "" : `${label.slice(0, letters - 1)}…`;
-    }
     const buffers = `${formatCount(node.count)} ${node.count === 1 ? "buffer" : "buffers"}`;
     const share = formatShare(node.bytes, root.bytes);
     columns.ids.push(id);
     columns.parents.push(parent);
     columns.values.push(bytes);
-    columns.labels.push(plain(label));
+    columns.labels.push(plain(fit(label, bytes * this.pixels)));
     columns.colors.push(color);
     columns.text.push(
       `${plain(where)}<br>${formatExact(node.bytes)}, ${share}, ${buffers}`,
@@ -138,6 +139,8 @@ class Tree {
 
   plot() {
     const { depth, colors, text, ...rest } = this.columns;
+    const height = 8 + ROW_PX * depth;
+    this.node.style.height = `${height}px`;
     const trace = {
       type: "icicle",
       ...rest,
@@ -149,13 +152,14 @@ class Tree {
       textposition: "middle left",
       pathbar: { visible: false },
       marker: { colors, line: { width: 0 } },
+      leaf: { opacity: 1 },
       textfont: { size: 12 },
     };
     const layout = {
       font: { family: "system-ui, sans-serif", size: 12, color: colour("--text") },
       paper_bgcolor: "rgba(0,0,0,0)",
       margin: { l: 2, r: 2, t: 4, b: 4 },
-      height: 8 + ROW_PX * depth,
+      height,
       hoverlabel: { align: "left" },
     };
     const config = { displayModeBar: false, responsive: true };
