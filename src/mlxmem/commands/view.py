@@ -35,7 +35,7 @@ from mlxmem.units import format_bytes
 def command(
     file: str, output: str | None, by: str, device: int | None, no_open: bool
 ) -> None:
-    r"""Show a recording in the browser.
+    """Show a recording in the browser.
 
     The page is one HTML file that needs neither network nor server, so that it can
     be kept and passed on. All events are in it: a zoom shows more.
@@ -45,7 +45,7 @@ def command(
       mlxmem view out.pickle                          write out.html and open it
       mlxmem view out.pickle -o page.html --no-open
       mlxmem view out.pickle --by module              areas by nn.Module
-    """
+    """  # noqa: D301 - click wants the character itself
     # Plotly takes its time to load; `mlxmem view --help` does without.
     from mlxmem.view import render
 
