@@ -7,6 +7,7 @@ import importlib
 import click
 
 from mlxmem._version import __version__
+from mlxmem.commands._help import examples
 
 # A verb's module has a command `command`. It is imported when the verb is used:
 # `mlxmem run` must not load what a report needs into the program that it runs.
@@ -35,15 +36,16 @@ class _Verbs(click.Group):
         return command
 
 
-@click.group(cls=_Verbs, context_settings={"help_option_names": ["-h", "--help"]})
+@click.group(
+    cls=_Verbs,
+    epilog=examples(
+        "mlxmem run -o out.pickle train.py --epochs 3   record a program",
+        "mlxmem summary out.pickle                      who holds memory at the peak",
+        "mlxmem leaks out.pickle                        what grows, what stayed",
+        "mlxmem view out.pickle                         look at it in the browser",
+    ),
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
 @click.version_option(__version__, package_name="mlxmem")
 def main() -> None:
-    r"""Record the memory of a program that uses MLX, and find out who holds it.
-
-    \b
-    Examples:
-      mlxmem run -o out.pickle train.py --epochs 3   record a program
-      mlxmem summary out.pickle                      who holds memory at the peak
-      mlxmem leaks out.pickle                        what grows, what stayed
-      mlxmem view out.pickle                         look at it in the browser
-    """
+    """Record the memory of a program that uses MLX, and find out who holds it."""

@@ -9,12 +9,19 @@ from rich.console import RenderableType
 from rich.text import Text
 
 from mlxmem.commands import _report
+from mlxmem.commands._help import examples
 from mlxmem.reports import render
 from mlxmem.reports.diff import MOMENTS, diff
 from mlxmem.units import parse_bytes
 
 
-@click.command()
+@click.command(
+    epilog=examples(
+        "mlxmem diff yesterday.pickle today.pickle",
+        "mlxmem diff a.pickle b.pickle --by function   lines have moved",
+        "mlxmem diff a.pickle b.pickle --at end --threshold 1MiB --fail",
+    )
+)
 @click.argument("old", type=click.Path(dir_okay=False))
 @click.argument("new", type=click.Path(dir_okay=False))
 @_report.options(top=20)
@@ -43,14 +50,7 @@ def command(
     threshold: str,
     fail: bool,
 ) -> None:
-    r"""Show what appeared, went, grew and shrank between two recordings.
-
-    \b
-    Examples:
-      mlxmem diff yesterday.pickle today.pickle
-      mlxmem diff a.pickle b.pickle --by function   lines have moved
-      mlxmem diff a.pickle b.pickle --at end --threshold 1MiB --fail
-    """
+    """Show what appeared, went, grew and shrank between two recordings."""
     smallest = parse_bytes(threshold)
     report = diff(
         _report.read(old, device), _report.read(new, device), by, top, at, smallest

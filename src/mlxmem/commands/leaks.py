@@ -9,11 +9,18 @@ from rich.console import RenderableType
 from rich.text import Text
 
 from mlxmem.commands import _report
+from mlxmem.commands._help import examples
 from mlxmem.reports import render
 from mlxmem.reports.leaks import leaks
 
 
-@click.command()
+@click.command(
+    epilog=examples(
+        "mlxmem leaks out.pickle",
+        "mlxmem leaks out.pickle --marks 'step *'",
+        "mlxmem leaks out.pickle --from 'step 10' --to 'step 20' --fail",
+    )
+)
 @_report.FILE
 @_report.options(top=20)
 @click.option("--marks", default="*", help="Count steps between marks like this.")
@@ -36,16 +43,10 @@ def command(
     last: str | None,
     fail: bool,
 ) -> None:
-    r"""Show what grows from step to step, and what was never freed.
+    """Show what grows from step to step, and what was never freed.
 
     A step goes from one mlxmem.mark() to the next. A recording without marks is cut
     into ten equal parts.
-
-    \b
-    Examples:
-      mlxmem leaks out.pickle
-      mlxmem leaks out.pickle --marks 'step *'
-      mlxmem leaks out.pickle --from 'step 10' --to 'step 20' --fail
     """
     report = leaks(_report.read(file, device), by, top, marks, first, last)
     _report.show(report, as_json, *parts(report))

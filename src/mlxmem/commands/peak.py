@@ -9,11 +9,18 @@ from rich.console import RenderableType
 from rich.text import Text
 
 from mlxmem.commands import _report
+from mlxmem.commands._help import examples
 from mlxmem.reports import render
 from mlxmem.reports.peak import peak
 
 
-@click.command()
+@click.command(
+    epilog=examples(
+        "mlxmem peak out.pickle",
+        "mlxmem peak out.pickle --by primitive",
+        "mlxmem peak out.pickle --by module     after mlxmem.track_modules(model)",
+    )
+)
 @_report.FILE
 @_report.options(top=20)
 @click.option("--at", type=int, help="After this entry of the trace, not at the peak.")
@@ -21,14 +28,7 @@ from mlxmem.reports.peak import peak
 def command(
     file: str, by: str, top: int, device: int | None, as_json: bool, at: int | None
 ) -> None:
-    r"""Show what lived when active memory was highest.
-
-    \b
-    Examples:
-      mlxmem peak out.pickle
-      mlxmem peak out.pickle --by primitive
-      mlxmem peak out.pickle --by module     after mlxmem.track_modules(model)
-    """
+    """Show what lived when active memory was highest."""
     report = peak(_report.read(file, device), by, top, at)
     _report.show(report, as_json, *parts(report))
 

@@ -9,24 +9,24 @@ from rich.console import RenderableType
 from rich.text import Text
 
 from mlxmem.commands import _report
+from mlxmem.commands._help import examples
 from mlxmem.reports import render
 from mlxmem.reports.summary import summary
 
 
-@click.command()
+@click.command(
+    epilog=examples(
+        "mlxmem summary out.pickle",
+        "mlxmem summary out.pickle --by caller --top 5",
+        "mlxmem summary out.pickle --by range",
+        "mlxmem summary out.pickle --json | jq .peak.active",
+    )
+)
 @_report.FILE
 @_report.options(top=10)
 @_report.one_line_errors
 def command(file: str, by: str, top: int, device: int | None, as_json: bool) -> None:
-    r"""Totals, the peak and who made it up, and the lines that matter.
-
-    \b
-    Examples:
-      mlxmem summary out.pickle
-      mlxmem summary out.pickle --by caller --top 5
-      mlxmem summary out.pickle --by range
-      mlxmem summary out.pickle --json | jq .peak.active
-    """
+    """Totals, the peak and who made it up, and the lines that matter."""
     report = summary(_report.read(file, device), by, top)
     _report.show(report, as_json, *parts(report))
 

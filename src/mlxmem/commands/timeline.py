@@ -10,11 +10,18 @@ from rich.console import RenderableType
 from rich.text import Text
 
 from mlxmem.commands import _report
+from mlxmem.commands._help import examples
 from mlxmem.reports import render
 from mlxmem.reports.timeline import timeline
 
 
-@click.command()
+@click.command(
+    epilog=examples(
+        "mlxmem timeline out.pickle",
+        "mlxmem timeline out.pickle --time",
+        "mlxmem timeline out.pickle --slices 200 --json",
+    )
+)
 @_report.FILE
 @_report.options(top=None)
 @click.option(
@@ -32,14 +39,7 @@ def command(
     slices: int | None,
     time: bool,
 ) -> None:
-    r"""Show how memory went, and what was allocated and freed between marks.
-
-    \b
-    Examples:
-      mlxmem timeline out.pickle
-      mlxmem timeline out.pickle --time
-      mlxmem timeline out.pickle --slices 200 --json
-    """
+    """Show how memory went, and what was allocated and freed between marks."""
     if slices is None:
         slices = max(20, min(shutil.get_terminal_size().columns - 24, 200))
     report = timeline(_report.read(file, device), by, slices, time)

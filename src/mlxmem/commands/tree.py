@@ -9,11 +9,18 @@ from rich.console import RenderableType
 from rich.text import Text
 
 from mlxmem.commands import _report
+from mlxmem.commands._help import examples
 from mlxmem.reports import render
 from mlxmem.reports.tree import tree
 
 
-@click.command()
+@click.command(
+    epilog=examples(
+        "mlxmem tree out.pickle",
+        "mlxmem tree out.pickle --threshold 5",
+        "mlxmem tree out.pickle --allocated",
+    )
+)
 @_report.FILE
 @_report.options(top=None, by=False)
 @click.option("--at", type=int, help="After this entry of the trace, not at the peak.")
@@ -34,14 +41,7 @@ def command(
     allocated: bool,
     threshold: float,
 ) -> None:
-    r"""Show the calls that led to the memory of the peak, outermost first.
-
-    \b
-    Examples:
-      mlxmem tree out.pickle
-      mlxmem tree out.pickle --threshold 5
-      mlxmem tree out.pickle --allocated
-    """
+    """Show the calls that led to the memory of the peak, outermost first."""
     report = tree(_report.read(file, device), at, threshold / 100, allocated)
     _report.show(report, as_json, *parts(report))
 
