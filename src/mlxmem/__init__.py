@@ -18,6 +18,7 @@ from mlxmem.fork_api import (
 )
 from mlxmem.marks import annotate, mark
 from mlxmem.modules import track_modules
+from mlxmem.notebook import load_ipython_extension, unload_ipython_extension
 from mlxmem.record_block import record
 from mlxmem.recorder import (
     Stats,
@@ -46,6 +47,7 @@ __all__ = [
     "events_array",
     "get_memory_events",
     "is_enabled",
+    "load_ipython_extension",
     "mark",
     "record",
     "record_memory_events",
@@ -54,4 +56,5 @@ __all__ = [
     "stats",
     "to_snapshot",
     "track_modules",
+    "unload_ipython_extension",
 ]

@@ -28,11 +28,11 @@ class _Patched:
         self.replacement = functools.wraps(self.original)(
             in_module(self.original, _paths, marks.enter_module)
         )
-        cls.__call__ = self.replacement  # type: ignore[operator]
+        cls.__call__ = self.replacement  # type: ignore[method-assign]
 
     def restore(self) -> None:
         if self.cls.__dict__.get("__call__") is self.replacement:
-            self.cls.__call__ = self.original  # type: ignore[operator]
+            self.cls.__call__ = self.original  # type: ignore[method-assign]
 
 
 _patched: dict[type, _Patched] = {}
@@ -110,8 +110,9 @@ def track_modules(model: nn.Module) -> TrackedModules:
 
     if not isinstance(model, nn.Module):
         raise TypeError(f"track_modules() takes an mlx.nn.Module, not {model!r}")
+    untyped: Any = model  # MLX's named_modules() has no type hints
     found = sorted(
-        model.named_modules(), key=lambda each: (each[0].count("."), each[0])
+        untyped.named_modules(), key=lambda each: (each[0].count("."), each[0])
     )
     ids: list[int] = []
     classes: dict[type, None] = {}

@@ -1,0 +1,260 @@
+"""Modules of a model: what they create carries their path, and nothing else changes."""
+
+from __future__ import annotations
+
+import gc
+import pickle
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import mlx.optimizers as optim
+import pytest
+from books import Books
+
+import mlxmem
+from mlxmem import modules
+from mlxmem._interner import resolve_context, set_context
+from mlxmem.events import Action
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = nn.Linear(16, 16)
+        self.gates = {"up": nn.Linear(16, 16), "norm": nn.RMSNorm(16)}
+
+    def __call__(self, x: mx.array) -> mx.array:
+        return self.gates["up"](self.gates["norm"](self.attention(x))) + x
+
+
+class Quiet(Block):
+    def __call__(self, x: mx.array) -> mx.array:
+        return super().__call__(x) * 2
+
+
+class Compiled(nn.Module):
+    @partial(mx.compile, shapeless=True)
+    def __call__(self, x: mx.array) -> mx.array:
+        return mx.exp(x) + 1
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = [Block(), Quiet()]
+        self.head = nn.Linear(16, 4)
+        self.tied = self.head
+
+    def __call__(self, x: mx.array) -> mx.array:
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x) * mx.array(3.0)
+
+
+@pytest.fixture(autouse=True)
+def _clean() -> Iterator[None]:
+    yield
+    assert set_context(0) == 0
+    gc.collect()
+    assert modules._patched == {}
+    assert modules._paths == modules._references == {}
+
+
+@pytest.fixture
+def model() -> Model:
+    mx.random.seed(0)
+    model = Model()
+    mx.eval(model.parameters())
+    return model
+
+
+def tagged(books: Books) -> dict[str, set[str]]:
+    """Operations of each module's allocations."""
+    recording = books.check()
+    found: dict[str, set[str]] = {}
+    for row in recording.events:
+        if row["action"] <= Action.AllocMakeBuffer:
+            name = recording.primitives[row["primitive_id"]]
+            context = resolve_context(row["traceback_id"])
+            found.setdefault(context.module, set()).add(name)
+    return found
+
+
+INPUT = mx.ones((64, 16))
+
+
+def test_allocations_carry_the_path_of_their_module(model: Model) -> None:
+    # GIVEN a model with modules in lists, dicts, twice, and with an inherited call
+    mx.eval(INPUT)
+    with Books() as books, mlxmem.track_modules(model):
+        # WHEN it runs
+        mx.eval(model(INPUT))
+        outside = INPUT + 1
+        mx.eval(outside)
+        found = tagged(books)
+    # THEN each allocation has the innermost module's path, the root its class's name
+    paths = {
+        f"layers.{i}.{name}"
+        for i in (0, 1)
+        for name in ("attention", "gates.up", "gates.norm")
+    }
+    assert paths | {"head"} <= set(found)
+    assert set(found) <= paths | {"head", "Model", "layers.0", "layers.1", ""}
+    assert "" in found["Model"]  # the constant is a leaf
+    assert found[""] == {"Add", ""}
+
+
+def test_ranges_and_modules_go_together(model: Model) -> None:
+    with Books() as books, mlxmem.track_modules(model):
+        # GIVEN a tracked model in a range
+        with mlxmem.annotate("forward"):
+            mx.eval(model(INPUT))
+        # WHEN its contexts are read
+        recording = books.check()
+        contexts = {resolve_context(i) for i in recording.events["traceback_id"]}
+    # THEN both are there
+    assert (("forward",), "head") in contexts
+    assert not any(c.module and not c.ranges for c in contexts)
+
+
+def test_nothing_of_the_model_changes(model: Model, tmp_path: Path) -> None:
+    # GIVEN what can be seen of a model and its training
+    def look() -> list[Any]:
+        mx.random.seed(1)
+        model.save_weights(str(tmp_path / "w.npz"))
+        loss_and_grad = nn.value_and_grad(model, lambda m, x: m(x).square().mean())
+        loss, grads = loss_and_grad(model, INPUT)
+        compiled = mx.compile(model)
+        return [
+            repr(model),
+            [type(each) for each in model.modules()],
+            [sorted(vars(each)) for each in model.modules()],
+            loss.item(),
+            [(k, v.tolist()) for k, v in nn.utils.tree_flatten(grads)],
+            compiled(INPUT).tolist(),
+            mx.load(str(tmp_path / "w.npz")).keys(),
+            [name for name, _ in model.named_modules()],
+            pickle.dumps(Block),
+        ]
+
+    before = look()
+    # WHEN it is tracked
+    with mlxmem.track_modules(model):
+        during = look()
+    # THEN it is the same, and so it is afterwards
+    assert during == before
+    assert look() == before
+
+
+def test_remove_puts_the_classes_back(model: Model) -> None:
+    # GIVEN two handles of models that share classes
+    originals = {cls: cls.__dict__["__call__"] for cls in (Model, Block, nn.Linear)}
+    first = mlxmem.track_modules(model)
+    second = mlxmem.track_modules(Block())
+    assert nn.Linear.__dict__["__call__"] is not originals[nn.Linear]
+    # WHEN they are removed, one of them twice
+    first.remove()
+    first.remove()
+    # THEN what the other needs stays until it goes, too
+    assert Model.__dict__["__call__"] is originals[Model]
+    assert Block.__dict__["__call__"] is not originals[Block]
+    second.remove()
+    for cls, original in originals.items():
+        assert cls.__dict__["__call__"] is original
+        assert cls.__call__.__qualname__ == f"{cls.__name__}.__call__"
+
+
+def test_the_stack_is_that_of_the_users_code(model: Model) -> None:
+    def stacks(tracked: bool) -> set[tuple[Any, ...]]:
+        handle = mlxmem.track_modules(model) if tracked else None
+        with Books() as books:
+            mx.eval(model(INPUT))
+            found = {tuple(e["traceback"]) for e in books.allocs() if e["traceback"]}
+        if handle:
+            handle.remove()
+        return found
+
+    # GIVEN a model
+    # WHEN it runs once as it is and once tracked
+    plain, tracked = (stacks(tracked) for tracked in (False, True))
+    # THEN the stacks are the same
+    assert tracked == plain
+    assert any("attention" in str(stack) or "Linear" in str(stack) for stack in plain)
+
+
+def test_an_exception_leaves_the_module(model: Model) -> None:
+    with mlxmem.track_modules(model):
+        # GIVEN a tracked model
+        # WHEN a module of it raises
+        with pytest.raises(ValueError, match="addmm"):
+            model(mx.ones((3, 5)))
+        # THEN the thread is in none
+        assert set_context(0) == 0
+
+
+def test_a_compiled_call_is_called_as_before() -> None:
+    # GIVEN a module whose __call__ is no function
+    module = Compiled()
+    try:
+        expected: Any = module(INPUT).tolist()
+    except Exception as error:
+        expected = type(error)
+    # WHEN it is tracked
+    with mlxmem.track_modules(module):
+        try:
+            found: Any = module(INPUT).tolist()
+        except Exception as error:
+            found = type(error)
+    # THEN it does what it did
+    assert found == expected
+
+
+def test_training_goes_on_as_without(model: Model) -> None:
+    def train() -> list[float]:
+        mx.random.seed(3)
+        trained = Model()
+        optimizer = optim.Adam(0.01)
+        step = nn.value_and_grad(trained, lambda m, x: m(x).square().mean())
+        losses = []
+        tracked = mlxmem.track_modules(trained) if tracking else None
+        for _ in range(5):
+            loss, grads = step(trained, INPUT)
+            optimizer.update(trained, grads)
+            mx.eval(trained.parameters(), optimizer.state)
+            losses.append(loss.item())
+        if tracked:
+            tracked.remove()
+        return losses
+
+    # GIVEN the losses of a training
+    tracking = False
+    expected = train()
+    # WHEN it is tracked and recorded
+    tracking = True
+    with Books():
+        found = train()
+    # THEN they are equal to the bit
+    assert found == expected
+
+
+def test_a_model_that_dies_is_forgotten() -> None:
+    # GIVEN a tracked model whose handle nobody keeps
+    model = Block()
+    handle = mlxmem.track_modules(model)
+    assert len(modules._paths) == 4
+    # WHEN it dies
+    del model
+    gc.collect()
+    # THEN nothing of it is left
+    assert modules._paths == modules._references == {}
+    handle.remove()
+
+
+@pytest.mark.parametrize("bad", [None, {}, nn.Linear, "model"])
+def test_what_is_no_module_is_refused(bad: Any) -> None:
+    with pytest.raises(TypeError, match=r"takes an mlx\.nn\.Module, not"):
+        mlxmem.track_modules(bad)
