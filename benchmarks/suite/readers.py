@@ -1,4 +1,4 @@
-"""events(), snapshot() and dump() of real recordings.
+"""events(), snapshot(), dump() and reports of real recordings.
 
 A recording is made by small arrays that are made and dropped in a fast loop, from 1,000
 places 32 frames deep, with max_entries=0: an allocation and a free for each.
@@ -16,7 +16,7 @@ from .common import skip_in_quick_run
 from .interner import CALLS, FRAMES, caller
 
 EVENTS = (10_000, 100_000, 1_000_000)
-READERS = ("events", "snapshot", "dump")
+READERS = ("events", "snapshot", "dump", "summary")
 
 
 def record(events: int) -> None:
@@ -47,6 +47,8 @@ class Reader:
         """Make the recording, and the call to measure."""
         skip_in_quick_run(events > 10_000)
         import mlxmem
+        from mlxmem.reports.history import read
+        from mlxmem.reports.summary import summary
 
         record(events)
         self.folder = tempfile.TemporaryDirectory()
@@ -55,7 +57,10 @@ class Reader:
             "events": mlxmem.events,
             "snapshot": mlxmem.snapshot,
             "dump": lambda: mlxmem.dump(path),
+            "summary": lambda: summary(read(path)),
         }
+        if reader == "summary":
+            mlxmem.dump(path)
         self.read = reads[reader]
 
     def teardown(self, reader: str, events: int) -> None:

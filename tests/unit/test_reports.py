@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import itertools
 import json
+import subprocess
+import sys
 from typing import Any
 
 import numpy as np
@@ -11,6 +13,7 @@ import pytest
 from click.testing import CliRunner
 from handmade import STACKS, START_US, THREAD, Heap, busy_heap, heaps, quick
 from hypothesis import given
+from test_dump import many
 
 from mlxmem.cli import main
 from mlxmem.events import (
@@ -464,6 +467,30 @@ def test_exit_codes_are_for_scripts(tmp_path: Any) -> None:
     assert code("peak", grows, "--by", "colour") == 2
     assert code("peak", str(tmp_path / "missing")) == 1
     assert code("peak") == 2
+
+
+@pytest.mark.slow
+def test_a_million_events_take_less_than_two_gigabytes(tmp_path: Any) -> None:
+    # GIVEN a dump of a million events
+    path = str(dump(many(1_000_000), tmp_path / "out.pickle"))
+
+    # WHEN the reports that need most are made, each in a process of its own
+    for verb in ("summary", "diff"):
+        arguments = [verb, path] + [path] * (verb == "diff")
+        code = f"""
+import resource, sys
+from mlxmem.cli import main
+main({arguments!r}, standalone_mode=False)
+kilobytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+print(kilobytes, file=sys.stderr)
+"""
+        done = subprocess.run(
+            [sys.executable, "-c", code], capture_output=True, text=True, timeout=280
+        )
+
+        # THEN its memory stays in bounds
+        assert done.returncode == 0, done.stderr
+        assert int(done.stderr) < 2_000_000, verb
 
 
 def test_names_from_a_recording_are_no_markup(tmp_path: Any) -> None:
