@@ -50,7 +50,7 @@ class RunSession:
         recorder.enable(
             int(self.options["max_entries"]),
             stacks="no_stacks" not in self.options,
-            **_oom_option(self.path),
+            dump_on_oom=self.path,
         )
         self.number = recorder.session_number()
         if self.pid != self.startup_pid:
@@ -147,11 +147,3 @@ def begin(options: Mapping[str, str], startup_pid: int) -> RunSession | None:
     if "follow" in options:
         session.follow_forks()
     return session
-
-
-def _oom_option(path: str) -> dict[str, Any]:
-    import inspect
-
-    if "dump_on_oom" in inspect.signature(recorder.enable).parameters:
-        return {"dump_on_oom": path}
-    return {}

@@ -590,6 +590,29 @@ def test_an_isolated_python_is_refused(tmp_path: Path, flag: str) -> None:
     assert not (tmp_path / "started").exists()
 
 
+def test_running_out_of_memory_leaves_a_recording(tmp_path: Path) -> None:
+    # GIVEN a program with 8 GiB of address space that asks MLX for 16 GiB
+    program = script(
+        tmp_path,
+        f"""
+        import resource
+        {ALLOCATE}
+        resource.setrlimit(resource.RLIMIT_AS, (8 << 30, 8 << 30))
+        mx.eval(mx.zeros((16 << 20, 256)))
+        """,
+    )
+    # WHEN MLX crashes, since the CPU allocator returned nothing
+    plain = finish([sys.executable, program], tmp_path)
+    ended = finish([*command("-q", "-o", "out.pickle"), program], tmp_path)
+    # THEN the program dies in the same way, and the recording names the line
+    assert ended.code == plain.code == -signal.SIGSEGV
+    assert allocated(tmp_path / "out.pickle") == {("program.py", 3): MEGABYTE}
+    entries = load(tmp_path / "out.pickle")["device_traces"][0]
+    [failed] = [entry for entry in entries if entry["action"] == "oom"]
+    assert failed["size"] == 16 << 30
+    assert failed["frames"][0]["line"] == 5
+
+
 # --- a program that uses mlxmem itself ---------------------------------------
 
 
