@@ -528,8 +528,8 @@ def test_it_opens_quickly_with_many_events(show: Any, events: int) -> None:
     page = show(history)
     took = time.monotonic() - begin
 
-    # Rendering and browser together; a few seconds on an idle machine.
-    assert took < 30
+    # Rendering and browser together; far more than it takes, machines are shared.
+    assert took < 60
     assert page.inner_text("#facts").split("\n")[9] == "Events"
     size = page.evaluate("() => document.documentElement.outerHTML.length")
     assert size < 25_000_000
