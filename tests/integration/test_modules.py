@@ -190,7 +190,7 @@ def test_an_exception_leaves_the_module(model: Model) -> None:
     with mlxmem.track_modules(model):
         # GIVEN a tracked model
         # WHEN a module of it raises
-        with pytest.raises(ValueError, match="addmm"):
+        with pytest.raises(ValueError, match=r"^\["):
             model(mx.ones((3, 5)))
         # THEN the thread is in none
         assert set_context(0) == 0
