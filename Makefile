@@ -6,23 +6,24 @@ VENV ?= .venv
 PYTEST_ARGS ?=
 MATRIX_ARGS ?=
 BENCH_ARGS ?=
+DOCS_ARGS ?=
 
 BIN := $(VENV)/bin
 ASV = $(abspath $(BIN))/asv
 # What a build depends on; an edit of any of these reinstalls the package.
 SOURCES := setup.py pyproject.toml MANIFEST.in $(wildcard csrc/*.cpp csrc/*.h) \
-  $(filter-out %.so %.c,$(wildcard src/mlxmem/*.*))
+  $(filter-out %.so %.c %.pyc,$(wildcard src/mlxmem/*.* src/mlxmem/*/*.*))
 CXX_FILES := $(wildcard csrc/*.cpp csrc/*.h src/mlxmem/*.h benchmarks/*.cpp)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-matrix bench bench-commits dashboard picture lint \
-  format clean venv
+.PHONY: help demo test test-matrix bench bench-commits dashboard docs docs-output \
+  picture lint format clean venv
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' \
 	  $(firstword $(MAKEFILE_LIST))
 	@echo "Variables: PYTHON (python3), VENV (.venv), PYTEST_ARGS, MATRIX_ARGS," \
-	  "BENCH_ARGS"
+	  "BENCH_ARGS, DOCS_ARGS"
 
 demo: $(VENV)/.cpu ## train a small transformer under recording: out.pickle
 	$(BIN)/python examples/train_transformer.py --out out.pickle
@@ -47,6 +48,13 @@ dashboard: $(VENV)/.bench ## publish what bench-commits found as HTML
 	cd benchmarks && $(ASV) publish
 	@echo "The dashboard is build/asv/html/index.html; to look at it:"
 	@echo "  $(BIN)/python -m http.server -b 127.0.0.1 -d build/asv/html 8080"
+
+docs: $(VENV)/.docs ## build the documentation as HTML: build/site/index.html
+	$(BIN)/python -m mkdocs build --quiet --strict
+	@echo "The documentation is build/site/index.html"
+
+docs-output: $(VENV)/.docs ## run the commands of the documentation again
+	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/python scripts/docs_output.py $(DOCS_ARGS)
 
 picture: $(VENV)/.dev ## draw docs/images/recording.png
 	$(BIN)/python examples/train_transformer.py --steps 3 --out build/picture.pickle
@@ -80,7 +88,8 @@ $(VENV)/.made:
 # Not editable: what is tested is what a user installs. setuptools would pack files
 # from build/lib* that the source no longer has, so all but the compiled ones go
 # first; those compile again only where their sources changed.
-INSTALL = rm -rf build/lib*/mlxmem/*.p* build/bdist* && $(BIN)/python -m pip install -q
+INSTALL = find build -path 'build/lib*' -type f ! -name '*.so' -delete 2>/dev/null; \
+  rm -rf build/bdist* && $(BIN)/python -m pip install -q
 
 $(VENV)/.cpu: $(VENV)/.made $(SOURCES)
 	$(INSTALL) '.[cpu]'
@@ -92,6 +101,10 @@ $(VENV)/.test: $(VENV)/.made $(SOURCES)
 
 $(VENV)/.bench: $(VENV)/.made $(SOURCES)
 	$(INSTALL) '.[cpu,bench]'
+	touch $@ $(VENV)/.cpu
+
+$(VENV)/.docs: $(VENV)/.made $(SOURCES)
+	$(INSTALL) '.[cpu,docs]'
 	touch $@ $(VENV)/.cpu
 
 $(VENV)/.dev: $(VENV)/.made $(SOURCES)
