@@ -50,7 +50,7 @@ dashboard: $(VENV)/.bench ## publish what bench-commits found as HTML
 	@echo "  $(BIN)/python -m http.server -b 127.0.0.1 -d build/asv/html 8080"
 
 docs: $(VENV)/.docs ## build the documentation as HTML: build/site/index.html
-	$(BIN)/python -m mkdocs build --quiet --strict
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --quiet --strict
 	@echo "The documentation is build/site/index.html"
 
 docs-output: $(VENV)/.docs ## run the commands of the documentation again

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from click.testing import CliRunner
 from handmade import STACKS, START_US, THREAD, Heap, busy_heap, heaps, quick
-from hypothesis import given
+from hypothesis import given, strategies as st
 from test_dump import many
 
 from mlxmem.cli import main
@@ -248,6 +248,48 @@ def test_what_comes_and_goes_is_no_leak() -> None:
     assert (report["growing"], report["live"]) == ([], [])
 
 
+def test_leaks_that_grow_now_and_then_are_found() -> None:
+    # GIVEN a line that keeps something in every tenth step, and one that has what it
+    # needs after two
+    heap, marks = Heap(), []
+    for step in range(60):
+        marks.append(At(len(heap.rows), 10 * len(heap.rows), THREAD, f"step {step}"))
+        if step < 2:
+            heap.new(500, stack=1)
+        if step % 10 == 5:
+            heap.new(700, stack=2)
+        heap.free(heap.new(30, stack=4), Action.FreeActiveToOS)
+
+    report = leaks(read(heap, marks=marks))
+
+    (row,) = report["growing"]
+    assert (row["label"], row["growth_buffers"], row["growth_bytes"]) == (
+        TRAIN,
+        6,
+        4200,
+    )
+
+
+def test_the_caller_with_most_bytes_is_named() -> None:
+    # GIVEN one library line that two lines of the program call
+    library = ("/v/site-packages/mlx/nn.py", "call", 9)
+    stacks = {
+        1: [("/app/a.py", "often", 1), library],
+        2: [("/app/b.py", "kept", 2), library],
+    }
+    heap = Heap()
+    for _ in range(10):
+        heap.free(heap.new(1000, stack=1), Action.FreeActiveToOS)
+    heap.new(3000, stack=2)
+    history = read(heap, resolve=stacks.get)
+
+    # THEN what stayed comes from the one, most that was allocated from the other
+    (live,) = leaks(history)["live"]
+    assert live["called_from"] == "/app/b.py:2 kept"
+    (row,) = summary(history)["rows"]["allocated"]
+    assert row["called_from"] == "/app/a.py:1 often"
+
+
 def test_leaks_show_what_is_hidden_and_pending() -> None:
     # GIVEN a buffer of 4,000 bytes of which an array shows 100, a whole one, and a
     # line with three pending nodes
@@ -315,6 +357,35 @@ def test_timeline_shows_steps_between_marks() -> None:
     assert (call["name"], call["value"], call["previous"]) == ("set_cache_limit", 0, 99)
     assert call["frames"][0]["line"] == 41
     assert report["ranges"][0]["duration_us"] == 10
+
+
+@quick
+@given(heaps(), st.lists(st.integers(0, 30), max_size=8).map(sorted))
+def test_steps_add_up(heap: Heap, places: list[int]) -> None:
+    marks = [At(at, 10 * at, THREAD, f"at {at}") for at in places]
+    history = read(heap, marks=marks)
+
+    report = timeline(history)
+
+    steps = report["steps"]
+    assert len(steps) == (len(marks) + 1 if marks else 0)
+    for step, after in itertools.pairwise(steps):
+        assert step["to_at"] == after["from_at"]
+        change = step["allocated_bytes"] - step["freed_bytes"]
+        assert step["active"] + change == after["active"]
+    for step in steps:
+        most = step["most_allocated"]
+        assert (most is None) == (step["allocations"] == 0)
+        if most:
+            inside = history.blocks[
+                (history.blocks["start"] >= step["from_at"])
+                & (history.blocks["start"] < step["to_at"])
+            ]
+            sums: dict[str, int] = {}
+            for block in inside:
+                label = line_of(history.stacks[block["stack"]])
+                sums[label] = sums.get(label, 0) + int(block["size"])
+            assert most["bytes"] == max(sums.values()) == sums[most["label"]]
 
 
 def test_timeline_slices_keep_every_spike() -> None:

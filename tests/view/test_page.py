@@ -103,10 +103,10 @@ def test_the_head_has_peak_end_and_counts(show: Any) -> None:
 
     shown = page.inner_text("#facts").split("\n")
     assert shown == [
-        *("Peak", "7.0 MiB", "event 2 (2.00 ms)"),
+        *("Peak", "7.0 MiB", "entry 2 (2.00 ms)"),
         *("At the end", "5.0 MiB", "still active"),
         *("Reserved peak", "9.0 MiB", "active and cache"),
-        *("Events", "4", "3 blocks"),
+        *("Entries", "4", "3 blocks"),
     ]
     assert page.inner_text("h1") == "mlxmem out.pickle"
 
@@ -119,14 +119,14 @@ def test_hovering_shows_line_bytes_share_and_stack(show: Any) -> None:
 
     assert DATA_LINE in text
     assert "4.0 MiB (4,194,304 B), 57.1 % of active, 2 buffers" in text
-    assert "event 2 (2.00 ms): active 7.0 MiB, reserved 9.0 MiB, cache 2.0 MiB" in text
+    assert "entry 2 (2.00 ms): active 7.0 MiB, reserved 9.0 MiB, cache 2.0 MiB" in text
     assert "batches /app/data.py:7\nmain /app/train.py:41" in text
 
     # WHEN higher up, and then above all areas
     assert MODEL_LINE in hover(page, 2.5, 6 * MIB)
     text = hover(page, 2.5, 8.5 * MIB)
 
-    assert text.startswith("event 2 (2.00 ms): active 7.0 MiB")
+    assert text.startswith("entry 2 (2.00 ms): active 7.0 MiB")
     assert MODEL_LINE not in text
 
 
@@ -137,12 +137,12 @@ def test_a_click_lists_blocks_and_a_block_tells_its_life(show: Any) -> None:
     click(page, 2.5, 1 * MIB)
 
     assert page.inner_text("#area") == DATA_LINE
-    total = "4.0 MiB (4,194,304 B) in 2 buffers after event 2 (2.00 ms)"
+    total = "4.0 MiB (4,194,304 B) in 2 buffers after entry 2 (2.00 ms)"
     assert page.inner_text("#area-total") == total
     rows = page.locator("#blocks .row").all_inner_texts()
     assert [row.split("\n") for row in rows] == [
-        ["2.0 MiB", "event 1 · Arange"],
-        ["2.0 MiB", "event 2 · Arange"],
+        ["2.0 MiB", "entry 1 · Arange"],
+        ["2.0 MiB", "entry 2 · Arange"],
     ]
 
     # WHEN its second block is clicked
@@ -151,10 +151,10 @@ def test_a_click_lists_blocks_and_a_block_tells_its_life(show: Any) -> None:
     assert facts(page) == {
         "Size": "2.0 MiB (2,097,152 B)",
         "Requested": "2.0 MiB (2,097,052 B)",
-        "Made": "event 2 (2.00 ms)",
-        "Freed": "event 3 (3.00 ms)",
+        "Made": "entry 2 (2.00 ms)",
+        "Freed": "entry 3 (3.00 ms)",
         "Freed during": "backward",
-        "Lived": "1 events, 1.00 ms",
+        "Lived": "1 entries, 1.00 ms",
         "Primitive": "Arange",
         "Range": "forward",
         "Module": "layers.0",
@@ -220,7 +220,7 @@ def test_a_zoom_shows_a_spike_of_one_event_at_its_height(show: Any) -> None:
     assert "64.0 MiB (67,108,864 B), 100.0 % of active, 1 buffer" in text
     text = hover(page, spike - 1.5, 0.3 * MIB)
     assert MODEL_LINE in text
-    assert f"event {spike - 2:,} " in text
+    assert f"entry {spike - 2:,} " in text
 
     # WHEN going back
     page.click("#zoom-out")
@@ -245,7 +245,7 @@ def test_the_axis_can_be_time(show: Any) -> None:
     low, high = page.evaluate(_WINDOW)
     assert (low, high) == (0, 3 * STEP_US / 1e6)
     assert DATA_LINE in hover(page, 0.0025, 1 * MIB)
-    assert "event 2 (2.00 ms)" in hover(page, 0.0025, 1 * MIB)
+    assert "entry 2 (2.00 ms)" in hover(page, 0.0025, 1 * MIB)
     assert page.get_attribute("#axis-time", "aria-pressed") == "true"
 
 
@@ -255,7 +255,7 @@ def test_without_times_there_is_no_time_axis(show: Any) -> None:
     page = show(three_steps().history(time_us=np.zeros(4, np.int64)))
 
     assert page.is_disabled("#axis-time")
-    assert page.inner_text("#facts").split("\n")[2] == "event 2"
+    assert page.inner_text("#facts").split("\n")[2] == "entry 2"
 
 
 def test_areas_can_be_by_any_other_key(show: Any) -> None:
@@ -407,7 +407,7 @@ def test_what_is_missing_or_failed_is_said_at_the_top(show: Any) -> None:
 
     assert page.locator(".notice").all_inner_texts() == [
         "12 older events fell out of the ring: the beginning is missing.",
-        "An allocation of 16.0 GiB failed at event 4.",
+        "An allocation of 16.0 GiB failed at entry 4.",
     ]
 
 
@@ -429,7 +429,7 @@ def test_the_call_tree_is_of_the_peak_and_then_of_any_moment(show: Any) -> None:
         f"/app/train.py:41 main: {4 * MIB}",
         f"all live buffers: {7 * MIB}",
     ]
-    assert page.inner_text("#tree-moment") == "at the peak, after event 2 (2.00 ms)"
+    assert page.inner_text("#tree-moment") == "at the peak, after entry 2 (2.00 ms)"
 
     # WHEN the end is chosen, and then the first event by a click
     page.click("#go-end")
@@ -437,7 +437,7 @@ def test_the_call_tree_is_of_the_peak_and_then_of_any_moment(show: Any) -> None:
     click(page, 0.5, 1 * MIB)
 
     assert tree_labels(page)[0] == f"all live buffers: {3 * MIB}"
-    assert page.inner_text("#tree-moment") == "after event 0 (0 µs)"
+    assert page.inner_text("#tree-moment") == "after entry 0 (0 µs)"
 
 
 def test_a_click_in_the_tree_goes_deeper(show: Any) -> None:
@@ -462,7 +462,7 @@ def test_arrow_keys_go_from_event_to_event(show: Any) -> None:
     page.focus("#chart")
     page.keyboard.press("ArrowLeft")
 
-    assert "after event 1 " in page.inner_text("#panel")
+    assert "after entry 1 " in page.inner_text("#panel")
     assert page.inner_text("#panel h2") == "Active: 5.0 MiB"
 
 
@@ -517,7 +517,7 @@ def test_hostile_names_are_shown_and_do_not_run(show: Any) -> None:
 def test_an_empty_recording_has_a_page(show: Any) -> None:
     page = show(Story().history())
 
-    assert "There is no event in this recording." in page.inner_text("#notices")
+    assert "There is no entry in this recording." in page.inner_text("#notices")
 
 
 @pytest.mark.parametrize("events", [1_000, 100_000, 1_000_000])
@@ -530,7 +530,7 @@ def test_it_opens_quickly_with_many_events(show: Any, events: int) -> None:
 
     # Rendering and browser together; far more than it takes, machines are shared.
     assert took < 60
-    assert page.inner_text("#facts").split("\n")[9] == "Events"
+    assert page.inner_text("#facts").split("\n")[9] == "Entries"
     size = page.evaluate("() => document.documentElement.outerHTML.length")
     assert size < 25_000_000
     entry = page.evaluate("() => mlxmemPage.model.peakAt")

@@ -14,6 +14,8 @@ from mlxmem.commands._help import examples
 from mlxmem.reports import render
 from mlxmem.reports.timeline import timeline
 
+_ENDS = 20  # steps at the beginning and at the end that the table shows
+
 
 @click.command(
     epilog=examples(
@@ -79,7 +81,15 @@ def parts(report: dict[str, Any]) -> list[RenderableType]:
 
 def _steps(report: dict[str, Any]) -> RenderableType:
     cells = []
-    for step in report["steps"]:
+    steps = report["steps"]
+    left_out = len(steps) - 2 * _ENDS
+    if left_out > 1:
+        steps = [*steps[:_ENDS], None, *steps[-_ENDS:]]
+    for step in steps:
+        if step is None:
+            note = f"... {left_out:,} more, which --json has"
+            cells.append(("", "", "", "", "", "", Text(note, style="dim")))
+            continue
         text = Text(step["name"] or "(the beginning)", style="bold")
         for key, word in (("most_allocated", "made"), ("most_freed", "freed")):
             row = step[key]

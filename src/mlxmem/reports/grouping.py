@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import sysconfig
 from collections.abc import Callable, Sequence
@@ -41,15 +42,18 @@ class Groups:
     labels : sequence of str
         One per group.
     stacks : sequence of Stack
-        A stack of each group's blocks, () where the key has none.
+        Of each group's stacks the one with most bytes, () where the key has none.
     index : ndarray of int64, shape (len(blocks),)
         The group of each block.
+    history : History
+        Whose blocks they are.
     """
 
     by: str
     labels: Sequence[str]
     stacks: Sequence[Stack]
     index: Ints
+    history: History
 
     def __len__(self) -> int:
         """Return the number of groups."""
@@ -62,6 +66,21 @@ class Groups:
         sums = np.zeros(len(self), np.int64)
         np.add.at(sums, index, values)
         return sums
+
+    def weighed(self, where: Mask) -> Groups:
+        """Return the groups with the stacks that have most bytes at `where`."""
+        if self.by not in _OF_STACK:
+            return self
+        blocks = self.history.blocks
+        sums = np.zeros(len(self.history.stacks), np.int64)
+        np.add.at(sums, blocks["stack"][where], blocks["size"][where])
+        group_of = np.zeros(len(sums), np.int64)
+        group_of[blocks["stack"]] = self.index
+        stacks = list(self.stacks)
+        for place in np.argsort(sums, kind="stable").tolist():  # the largest last
+            if sums[place]:
+                stacks[group_of[place]] = self.history.stacks[place]
+        return dataclasses.replace(self, stacks=stacks)
 
     def count(self, where: Mask | None = None) -> Ints:
         """Count the blocks, or those at `where`, per group."""
@@ -102,10 +121,11 @@ def group(history: History, by: str = "line") -> Groups:
             if place == len(stacks):
                 stacks.append(stack)
             of_stack[number] = place
-        return Groups(by, list(places), stacks, of_stack[of_block])
+        groups = Groups(by, list(places), stacks, of_stack[of_block], history)
+        return groups.weighed(np.ones(len(blocks), np.bool_))
     values, index = np.unique(blocks[by], return_inverse=True)
     labels = [_label(history, by, value) for value in values.tolist()]
-    return Groups(by, labels, [()] * len(labels), index.astype(np.int64))
+    return Groups(by, labels, [()] * len(labels), index.astype(np.int64), history)
 
 
 def _label(history: History, by: str, value: int) -> str:

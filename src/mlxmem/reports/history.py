@@ -520,7 +520,8 @@ class _Reader:
         return np.concatenate(rows) if rows else np.zeros(0, BLOCK)
 
     def _marks(self) -> list[Mark]:
-        return [
+        count = len(self.trace)
+        marks = [
             Mark(
                 _word(mark["name"]),
                 _as_int(mark["at"]),
@@ -529,9 +530,14 @@ class _Reader:
             )
             for mark in self.extra.get("marks", ())
         ]
+        return sorted(
+            (mark._replace(at=min(max(mark.at, 0), count)) for mark in marks),
+            key=lambda mark: mark.at,
+        )
 
     def _spans(self) -> list[Range]:
-        return [
+        count = len(self.trace)
+        spans = [
             Range(
                 _word(span["name"]),
                 tuple(_word(part) for part in span["path"]),
@@ -543,6 +549,13 @@ class _Reader:
                 bool(span["open"]),
             )
             for span in self.extra.get("ranges", ())
+        ]
+        return [
+            span._replace(
+                at=min(max(span.at, 0), count),
+                end_at=min(max(span.end_at, span.at, 0), count),
+            )
+            for span in spans
         ]
 
     def _ooms(self, kind: npt.NDArray[np.uint8]) -> list[Oom]:

@@ -28,8 +28,9 @@ def leaks(
     """Report what was never freed, and what grows.
 
     A step goes from one mark to the next. Without marks the recording is cut into ten
-    equal parts. A group grows if it rises in two thirds of the steps up to its highest
-    point and falls in at most a tenth of them, and that point lies in the second half.
+    equal parts. A group grows if its highest point lies in the second half, and up to
+    there it rises in two thirds of the steps, or three times and still in the second
+    half, and falls hardly ever: once for ten rises.
 
     Parameters
     ----------
@@ -65,10 +66,11 @@ def leaks(
     sizes, counts = _at_points(history, groups, points)
     grows, until = _growth(sizes, counts)
     every = np.arange(len(groups))
+    named = groups.weighed(history.live(points[-1]))
     grown = sizes[every, until] - sizes[:, 0]
     more = counts[every, until] - counts[:, 0]
     growing = [
-        row_of(groups, place)
+        row_of(named, place)
         | {
             "growth_bytes": int(grown[place]),
             "growth_buffers": int(more[place]),
@@ -170,10 +172,14 @@ def _rise(values: Ints) -> tuple[Mask, Ints]:
     highest: Ints = steps - np.argmax(values[:, ::-1], axis=1)
     change = np.diff(values, axis=1)
     before = np.arange(steps) < highest[:, None]
-    rises = ((change > 0) & before).sum(axis=1)
-    falls = ((change < 0) & before).sum(axis=1)
-    enough = (3 * rises >= 2 * highest) & (10 * falls <= highest)
-    return enough & (2 * highest >= max(steps, 1)) & (rises > 0), highest
+    up, down = (change > 0) & before, (change < 0) & before
+    rises, falls = up.sum(axis=1), down.sum(axis=1)
+    # Most steps, or now and then to the end: a list may grow every tenth step.
+    last_rise = np.where(up, np.arange(1, steps + 1), 0).max(axis=1, initial=0)
+    steady = 3 * rises >= 2 * highest
+    steady |= (rises >= 3) & (2 * last_rise >= steps)
+    enough = steady & (10 * falls <= rises) & (rises > 0)
+    return enough & (2 * highest >= max(steps, 1)), highest
 
 
 def _per(total: int, steps: int) -> float:
@@ -192,6 +198,7 @@ def _live(
     visible = groups.total(blocks["visible"], live)
     known = history.nodes is not None
     order = np.lexsort((-counts, -sizes))[:top]
+    groups = groups.weighed(live)
     return [
         row_of(groups, place)
         | {

@@ -43,7 +43,7 @@ def duration(us: int) -> str:
 
 def name(row: Row) -> Text:
     """Return what a row is about: its line, short, and who called it."""
-    label = row["label"]
+    label = short(row["label"])
     if "file" in row:
         label = f"{short(row['file'])}:{row['line']} {row['function']}"
     text = Text(label, overflow="fold")

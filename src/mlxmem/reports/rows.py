@@ -12,8 +12,16 @@ from mlxmem.reports.history import History, Ints, Stack
 Row = dict[str, Any]
 
 
-def row_of(groups: Groups, at: int) -> Row:
+def row_of(groups: Groups, at: int, stack: Stack | None = None) -> Row:
     """Return what names a group: its label, and its line where it has a stack.
+
+    Parameters
+    ----------
+    groups : Groups
+    at : int
+        Which group.
+    stack : Stack, optional
+        One of the group's, instead of the one with most bytes.
 
     Returns
     -------
@@ -23,7 +31,7 @@ def row_of(groups: Groups, at: int) -> Row:
         another one.
     """
     row: Row = {"label": groups.labels[at]}
-    stack = groups.stacks[at]
+    stack = groups.stacks[at] if stack is None else stack
     if groups.by in ("line", "caller", "stack") and stack and stack[0].line:
         frame = stack[0]
         if groups.by == "caller":
@@ -66,8 +74,9 @@ def live_rows(history: History, groups: Groups, at: int, top: int) -> list[Row]:
     sizes = groups.total(history.blocks["size"], live)
     counts = groups.count(live)
     active = history.active_after(at)
+    heaviest = groups.weighed(live)
     return [
-        row_of(groups, place)
+        row_of(heaviest, place)
         | {
             "bytes": int(sizes[place]),
             "buffers": int(counts[place]),

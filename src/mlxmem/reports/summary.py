@@ -96,7 +96,7 @@ def _rows(
     freed: Mask,
     order: str,
 ) -> list[Row]:
-    groups = group(history, by)
+    groups = group(history, by).weighed(made)
     size = history.blocks["size"]
     sums: dict[str, Ints] = {
         "bytes": groups.total(size, made),

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from mlxmem.reports.grouping import Groups, group
-from mlxmem.reports.history import History, Ints, Mask
-from mlxmem.reports.rows import Row, heading, largest, moment, row_of
+from mlxmem.reports.grouping import group
+from mlxmem.reports.history import History, Ints
+from mlxmem.reports.rows import Row, heading, moment, row_of
 from mlxmem.reports.summary import call_rows, oom_rows
 
 
@@ -29,8 +29,8 @@ def timeline(
     -------
     dict
         `slices`: for each, `from_at`, `to_at` (entries, the last one excluded),
-        `time_us` of its end, and of active, reserved and cache the highest value in
-        it, bytes; `pending` nodes at its end (None where not counted). `steps`: from
+        `time_us` of its end, and of `active`, `reserved`, `cache` (bytes) and `pending`
+        nodes (None where not counted) the highest value in it. `steps`: from
         one mark to the next, the first one from the beginning: `name` of the mark, ""
         for the first, `from_at`, `to_at`, `time_us`, `active` and `cache` (at the
         mark, bytes), and up to the next mark `peak` of active, `allocations`,
@@ -68,6 +68,7 @@ def _slices(history: History, count: int, by_time: bool) -> list[Row]:
     sample_at = np.array([sample.at for sample in samples], np.int64)
     found = []
     active, reserved = history.start_active, history.start_reserved
+    first_seen = 0
     for begin, stop in zip(edges[:-1].tolist(), edges[1:].tolist(), strict=True):
         highest = {"active": active, "reserved": reserved}
         cache = max(reserved - active, 0)
@@ -82,6 +83,10 @@ def _slices(history: History, count: int, by_time: bool) -> list[Row]:
                 int(history.reserved[stop - 1]),
             )
         seen = int(np.searchsorted(sample_at, stop, side="right"))
+        inside = [sample.pending for sample in samples[first_seen:seen]]
+        if seen:
+            inside.append(samples[max(first_seen - 1, 0)].pending)
+        first_seen = seen
         found.append(
             {
                 "from_at": begin,
@@ -89,7 +94,7 @@ def _slices(history: History, count: int, by_time: bool) -> list[Row]:
                 "time_us": history.time_after(stop - 1) - history.time_after(0),
                 **highest,
                 "cache": cache,
-                "pending": samples[seen - 1].pending if seen else None,
+                "pending": max(inside) if inside else None,
             }
         )
     return found
@@ -98,17 +103,17 @@ def _slices(history: History, count: int, by_time: bool) -> list[Row]:
 def _steps(history: History, by: str) -> list[Row]:
     if not history.marks:
         return []
-    groups = group(history, by)
-    blocks = history.blocks
     first = history.time_after(0)
     named = [("", 0, 0)]
     named += [(mark.name, mark.at, mark.time_us - first) for mark in history.marks]
-    edges = [at for _, at, _ in named] + [len(history)]
+    edges = np.array([at for _, at, _ in named] + [len(history)], np.int64)
+    blocks = history.blocks
+    made = _Sums(history, by, edges, blocks["start"])
+    gone = _Sums(history, by, edges, blocks["end"])
+    during = _freed_during(history, edges)
     found = []
     for number, (name, begin, time_us) in enumerate(named):
-        stop = edges[number + 1]
-        made = (blocks["start"] >= begin) & (blocks["start"] < stop)
-        gone = (blocks["end"] >= begin) & (blocks["end"] < stop)
+        stop = int(edges[number + 1])
         inside = history.active[begin:stop]
         found.append(
             {
@@ -119,45 +124,84 @@ def _steps(history: History, by: str) -> list[Row]:
                 "active": history.active_after(begin - 1),
                 "cache": moment(history, begin - 1)["cache"],
                 "peak": int(inside.max()) if stop > begin else None,
-                "allocations": int(made.sum()),
-                "allocated_bytes": int(blocks["size"][made].sum()),
-                "frees": int(gone.sum()),
-                "freed_bytes": int(blocks["size"][gone].sum()),
-                "freed_during": _freed_during(history, begin, stop),
-                "most_allocated": _most(groups, blocks["size"], made),
-                "most_freed": _most(groups, blocks["size"], gone),
+                "allocations": int(made.counts[number]),
+                "allocated_bytes": int(made.sizes[number]),
+                "frees": int(gone.counts[number]),
+                "freed_bytes": int(gone.sizes[number]),
+                "freed_during": during.get(number, {}),
+                "most_allocated": made.most.get(number),
+                "most_freed": gone.most.get(number),
             }
         )
     return found
 
 
-def _freed_during(history: History, begin: int, stop: int) -> dict[str, int]:
-    """Sum what was freed by the innermost range of the thread that freed it."""
-    sums: dict[str, int] = {}
+class _Sums:
+    """What was made, or freed, in each step; there may be as many steps as blocks.
+
+    Attributes
+    ----------
+    sizes, counts : ndarray of int64, shape (steps,)
+    most : dict
+        Step -> row of the group with most bytes in it.
+    """
+
+    def __init__(self, history: History, by: str, edges: Ints, at: Ints) -> None:
+        steps = len(edges) - 1
+        groups = group(history, by)
+        chosen = np.flatnonzero((at >= 0) & (at < edges[-1]))
+        step = np.searchsorted(edges[1:], at[chosen], side="right")
+        size = history.blocks["size"][chosen]
+        self.counts = np.bincount(step, minlength=steps)
+        self.sizes = np.zeros(steps, np.int64)
+        np.add.at(self.sizes, step, size)
+
+        # By step and group, the largest block of each last.
+        key = step * max(len(groups), 1) + groups.index[chosen]
+        order = np.lexsort((size, key))
+        last = np.flatnonzero(np.diff(key[order], append=-1))
+        total = np.diff(np.cumsum(size[order])[last], prepend=0)
+        count = np.diff(last, prepend=-1)
+        of_step = step[order][last]
+        # Of each step the largest group, which comes last.
+        ranked = np.lexsort((total, of_step))
+        top = ranked[np.flatnonzero(np.diff(of_step[ranked], append=-1))]
+        self.most: dict[int, Row] = {}
+        for place in top.tolist():
+            block = int(chosen[order[last[place]]])
+            stack = history.stacks[history.blocks["stack"][block]]
+            row = row_of(groups, int(groups.index[block]), stack)
+            row |= {"bytes": int(total[place]), "buffers": int(count[place])}
+            self.most[int(of_step[place])] = row
+
+
+def _freed_during(history: History, edges: Ints) -> dict[int, dict[str, int]]:
+    """Sum what was freed by step and by the range of the thread that freed it."""
+    sums: dict[int, dict[str, int]] = {}
     blocks = history.blocks
-    gone = blocks[(blocks["end"] >= begin) & (blocks["end"] < stop)]
-    names, index = np.unique(gone["freed_during"], return_inverse=True)
-    for place, name in enumerate(names.tolist()):
-        if history.ranges[name]:
-            size = int(gone["size"][index == place].sum())
-            sums[history.ranges[name]] = size
+    gone = blocks[(blocks["end"] < edges[-1]) & (blocks["freed_during"] > 0)]
+    step = np.searchsorted(edges[1:], gone["end"], side="right")
+    columns = zip(
+        step.tolist(), gone["freed_during"].tolist(), gone["size"].tolist(), strict=True
+    )
+    for number, place, size in columns:
+        of_step = sums.setdefault(number, {})
+        name = history.ranges[place]
+        of_step[name] = of_step.get(name, 0) + size
     return sums
 
 
-def _most(groups: Groups, sizes: Ints, mask: Mask) -> Row | None:
-    totals = groups.total(sizes, mask)
-    for place in largest(totals, 1):
-        count = int(groups.count(mask)[place])
-        return row_of(groups, place) | {"bytes": int(totals[place]), "buffers": count}
-    return None
-
-
 def _ranges(history: History) -> list[Row]:
-    blocks = history.blocks
+    made = history.blocks[history.blocks["start"] >= 0]
+    by_thread: dict[int, tuple[Ints, Ints]] = {}
+    for thread in {span.thread for span in history.spans}:
+        own = made[made["thread"] == thread]
+        totals = np.concatenate([np.zeros(1, np.int64), np.cumsum(own["size"])])
+        by_thread[thread] = own["start"], totals
     found = []
     for span in history.spans:
-        made = (blocks["start"] >= span.at) & (blocks["start"] < span.end_at)
-        made &= blocks["thread"] == span.thread
+        starts, totals = by_thread[span.thread]
+        first, last = np.searchsorted(starts, (span.at, span.end_at)).tolist()
         inside = history.active[span.at : span.end_at]
         found.append(
             {
@@ -168,7 +212,7 @@ def _ranges(history: History) -> list[Row]:
                 "duration_us": span.end_time_us - span.time_us,
                 "thread": span.thread,
                 "open": span.open,
-                "allocated_bytes": int(blocks["size"][made].sum()),
+                "allocated_bytes": int(totals[last] - totals[first]),
                 "peak": int(inside.max()) if len(inside) else None,
             }
         )

@@ -229,7 +229,7 @@ class Chart {
       uirevision: "same",
       xaxis: {
         range: this.window,
-        title: { text: axis.kind === "time" ? "time, s" : "event", standoff: 6 },
+        title: { text: axis.kind === "time" ? "time, s" : "entry", standoff: 6 },
         tickformat: axis.kind === "time" ? "" : ",d",
         gridcolor: grid,
         zeroline: false,

@@ -48,7 +48,7 @@ def figure(
     Returns
     -------
     plotly.graph_objects.Figure
-        Events on the horizontal axis, bytes on the vertical one.
+        Entries on the horizontal axis, bytes on the vertical one.
 
     Raises
     ------
@@ -104,7 +104,7 @@ def figure(
         },
         height=420,
         margin={"l": 80, "r": 20, "t": 50, "b": 40},
-        xaxis={"title": "event"},
+        xaxis={"title": "entry"},
         yaxis={
             "tickmode": "array",
             "tickvals": ticks,

@@ -135,9 +135,9 @@ class Model {
 
   /** Describe a moment: "entry 1,204 (3.214 s)". */
   momentText(entry) {
-    if (entry < 0) return "before the first event";
+    if (entry < 0) return "before the first entry";
     const time = this.hasTime ? ` (${formatTime(this.timeAt(entry))})` : "";
-    return `event ${formatCount(entry)}${time}`;
+    return `entry ${formatCount(entry)}${time}`;
   }
 }
 

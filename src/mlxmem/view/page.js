@@ -27,7 +27,7 @@ class Page {
       ["Peak", formatBytes(model.peak), model.momentText(model.peakAt)],
       ["At the end", formatBytes(model.activeAt(last)), "still active"],
       ["Reserved peak", formatBytes(model.reservedPeak), "active and cache"],
-      ["Events", formatCount(model.entries), `${formatCount(model.blocks)} blocks`],
+      ["Entries", formatCount(model.entries), `${formatCount(model.blocks)} blocks`],
     ];
     if (model.nodes) {
       facts.push([
@@ -57,9 +57,9 @@ class Page {
     }
     for (const oom of model.ooms.slice(0, 3)) {
       const size = formatBytes(oom.size);
-      notices.push(`An allocation of ${size} failed at event ${formatCount(oom.at)}.`);
+      notices.push(`An allocation of ${size} failed at entry ${formatCount(oom.at)}.`);
     }
-    if (!model.entries) notices.push("There is no event in this recording.");
+    if (!model.entries) notices.push("There is no entry in this recording.");
     byId("notices").replaceChildren(
       ...notices.map((text) => el("p", { class: "notice" }, text)),
     );

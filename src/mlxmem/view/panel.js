@@ -81,7 +81,7 @@ function showBlocks(page, area) {
 
 function blockText(model, areas, area, block) {
   const isRest = areas.rest > 0 && area === areas.count - 1;
-  const made = model.start[block] < 0 ? "before" : `event ${formatCount(model.start[block])}`;
+  const made = model.start[block] < 0 ? "before" : `entry ${formatCount(model.start[block])}`;
   const primitive = model.label("primitive", block);
   const parts = [made, primitive];
   if (isRest) parts.push(shorten(model.label(areas.key, block), 40));
@@ -93,7 +93,7 @@ function lifeText(model, block) {
   const start = model.start[block];
   const end = Math.min(model.end[block], model.entries);
   const took = model.timeAt(end) - model.timeAt(start);
-  const events = `${formatCount(end - Math.max(start, 0))} events`;
+  const events = `${formatCount(end - Math.max(start, 0))} entries`;
   return model.hasTime ? `${events}, ${formatTime(took)}` : events;
 }
 

@@ -137,7 +137,7 @@ function textColumn(name, of) {
 function tablesOf(model, { key, entry, onMoment }) {
   const at = (row) => row.at - 1;
   const when = [
-    countColumn("event", (row) => row.at),
+    countColumn("entry", (row) => row.at),
     { name: "time", of: (row) => row.us, show: formatTime, number: true },
     countColumn("thread", (row) => row.thread),
   ];
@@ -177,7 +177,7 @@ function tablesOf(model, { key, entry, onMoment }) {
       sortedTable(
         [
           ...when,
-          countColumn("events", (row) => row.endAt - row.at),
+          countColumn("entries", (row) => row.endAt - row.at),
           {
             name: "took",
             of: (row) => row.endUs - row.us,
