@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 from typing import Any
 
 import numpy as np
@@ -109,12 +110,8 @@ def moment(history: History, at: int) -> Row:
 
 def mark_before(history: History, at: int) -> str | None:
     """Return the name of the last mark before entry `at` was made."""
-    name = None
-    for mark in history.marks:
-        if mark.at > at:
-            break
-        name = mark.name
-    return name
+    place = bisect.bisect_right(history.marks, at, key=lambda mark: mark.at)
+    return history.marks[place - 1].name if place else None
 
 
 def frames_of(stack: Stack) -> list[Row]:
