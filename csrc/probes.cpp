@@ -125,13 +125,19 @@ bool is_sample_due() {
   return ++thread.since_sample >= session.node_samples.interval();
 }
 
-// A node came or went. When the books are locked, the next one takes the
-// sample.
-void count_node_change() {
-  if (is_sample_due() && is_recording() && session.mutex.try_lock()) {
+// When the books are locked, the next node takes the sample.
+[[gnu::noinline]] void try_node_sample() {
+  if (is_recording() && session.mutex.try_lock()) {
     thread.since_sample = 0;
     take_node_sample();
     session.mutex.unlock();
+  }
+}
+
+// A node came or went.
+void count_node_change() {
+  if (is_sample_due()) {
+    try_node_sample();
   }
 }
 

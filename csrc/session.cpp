@@ -98,7 +98,7 @@ void start_session(uint64_t max_entries) {
   session.books.start(max_entries, counters);
   session.number.store(session.books.session());
   auto& registry = session.registries_[session.books.session() % 2];
-  registry.clear();
+  registry.clear(session.books.session());
   session.nodes.store(&registry, std::memory_order_release);
   session.nodes_can_be_read = true;
   session.kept_nodes.reset();
@@ -225,6 +225,8 @@ void forget_session() {
   session.recording.store(false, std::memory_order_release);
   session.nodes_can_be_read = false;
   session.kept_nodes.reset();
+  nodes().close();
+  node_threads::forget_others();
 }
 
 } // namespace mlxmem
