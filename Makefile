@@ -88,7 +88,8 @@ $(VENV)/.made:
 # Not editable: what is tested is what a user installs. setuptools would pack files
 # from build/lib* that the source no longer has, so all but the compiled ones go
 # first; those compile again only where their sources changed.
-INSTALL = find build -path 'build/lib*' -type f ! -name '*.so' -delete 2>/dev/null; \
+INSTALL = @echo "Installing into $(VENV): C++ compiles for a few minutes, quietly"; \
+  find build -path 'build/lib*' -type f ! -name '*.so' -delete 2>/dev/null; \
   rm -rf build/bdist* && $(BIN)/python -m pip install -q
 
 $(VENV)/.cpu: $(VENV)/.made $(SOURCES)

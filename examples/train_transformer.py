@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import sys
 import sysconfig
 import time
 from collections.abc import Iterator
@@ -177,8 +178,11 @@ def main() -> None:
 
     if not options.no_record:
         size = options.out.stat().st_size
-        print(f"\nThe recording is in {options.out} ({human(size)}). To look at it,")
-        print("drop the file on https://docs.pytorch.org/memory_viz")
+        print(f"\nThe recording is in {options.out} ({human(size)}). To look at it:")
+        mlxmem_command = Path(sys.executable).with_name("mlxmem")
+        print(f"  {mlxmem_command} summary {options.out}")
+        print(f"  {mlxmem_command} view {options.out}")
+        print("or drop the file on https://docs.pytorch.org/memory_viz")
 
 
 if __name__ == "__main__":

@@ -82,20 +82,51 @@ class Extras:
         return place
 
     def _find_during(self) -> Ints | None:
+        """Tell in which range each event happened: the last one begun on its thread."""
         if not self._ranges:
             return None
         events = self._recording.events
-        threads = events["thread_id"]
         during = np.zeros(len(events), np.int64)
         places: dict[str, int] = {"": 0}
-        # The outer ones first: those inside overwrite them.
+        of_thread: dict[int, list[Range]] = {}
         for span in self._ranges:
-            path = _path(span.path)
-            place = places.setdefault(path, len(places))
-            part = slice(self.event_of(span.start), self.event_of(span.end))
-            during[part][threads[part] == span.start.thread_id] = place
+            of_thread.setdefault(span.start.thread_id, []).append(span)
+        for thread, ranges in of_thread.items():
+            mine = np.flatnonzero(events["thread_id"] == thread)
+            edges, which = self._stretches(ranges, places)
+            during[mine] = which[np.searchsorted(edges, mine, side="right")]
         self._paths = list(places)
         return during
+
+    def _stretches(
+        self, ranges: Sequence[Range], places: dict[str, int]
+    ) -> tuple[Ints, Ints]:
+        """Cut one thread's time where a range begins or ends.
+
+        Returns
+        -------
+        edges : ndarray of int64, shape (n,)
+            Events before which a stretch begins.
+        which : ndarray of int64, shape (n + 1,)
+            The place of the range of each stretch; [0] is before the first edge.
+        """
+        turns = []
+        for number, span in enumerate(ranges):
+            begin, stop = self.event_of(span.start), self.event_of(span.end)
+            if begin < stop:
+                turns += [(begin, 1, number), (stop, 0, number)]
+        turns.sort()  # ends come before beginnings
+        edges, which = [], [0]
+        opened: dict[int, int] = {}  # in the order of their beginning
+        for at, begins, number in turns:
+            if begins:
+                path = _path(ranges[number].path)
+                opened[number] = places.setdefault(path, len(places))
+            else:
+                del opened[number]
+            edges.append(at)
+            which.append(next(reversed(opened.values()), 0))
+        return np.array(edges, np.int64), np.array(which, np.int64)
 
     # For the snapshot.
 
@@ -233,7 +264,8 @@ class Extras:
         """Return the live buffers of which arrays show less than was asked for.
 
         A slice keeps all of its parent's buffer. Arrays that overlap count twice, but
-        no buffer shows more than it has.
+        no buffer shows more than it has. One that no counted array shows at all may
+        belong to an array from before the recording: nothing is said of it.
         """
         nodes = self._recording.nodes
         if nodes is None:
@@ -248,7 +280,7 @@ class Extras:
             place = np.minimum(np.searchsorted(addr, live["buffer"]), len(addr) - 1)
             known = addr[place] == live["buffer"]
             np.add.at(shown, place[known], live["nbytes"][known].astype(np.int64))
-        short = shown < asked
+        short = (shown > 0) & (shown < asked)
         return {
             "addresses": addr[short].tolist(),
             "visible": shown[short].tolist(),

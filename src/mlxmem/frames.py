@@ -67,6 +67,18 @@ def _unhide(match: re.Match[str]) -> str:
 
 
 def text(raw: str) -> str:
-    """Make a string that UTF-8 can encode and that stays on its line."""
-    raw = raw.replace("\r", "\\r").replace("\n", "\\n")
-    return raw.encode("utf-8", "backslashreplace").decode("utf-8")
+    """Make a string of printable characters alone; others are escaped.
+
+    Names come from the recorded program, or from a stranger's file: they must stay on
+    their line, send no commands to a terminal, and be fit for UTF-8.
+    """
+    if raw.isprintable():
+        return raw
+    return "".join(
+        c if c.isprintable() else c.encode("unicode_escape").decode() for c in raw
+    )
+
+
+def shown(raw: str) -> str:
+    """Undo what a snapshot does to names for the viewer, and make them printable."""
+    return text(raw.replace(_ZERO_WIDTH_SPACE, ""))

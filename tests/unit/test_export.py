@@ -97,7 +97,7 @@ def test_collapsed_names_can_not_make_frames_or_lines() -> None:
     text = written(from_snapshot(taken), "collapsed").decode()
 
     # THEN
-    assert "f:g h (/a:b.py:3) 1000\n" in text
+    assert "f:g\\x0bh (/a:b.py:3) 1000\n" in text
 
 
 # Speedscope.

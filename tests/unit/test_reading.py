@@ -197,6 +197,10 @@ def _entry(**changes: Any) -> dict[str, Any]:
         {"segments": [{}]},
         {"segments": [{"device": 0, "total_size": "x", "blocks": []}]},
         {"segments": [{"device": -1, "total_size": 1, "blocks": []}]},
+        {"device_traces": [[_entry(size=-5)]]},
+        {"device_traces": [[_entry(size=2**62)] * 3]},
+        {"allocator_settings": {"trace_alloc_dropped": "many"}},
+        {"allocator_settings": {(1, 2): 3}},
         {"mlxmem": {"format": 1, "marks": [{}]}},
         {"mlxmem": {"format": 1, "nodes": {"live": 1}}},
         {"mlxmem": {"format": 1, "hidden": {"addresses": [1], "visible": []}}},
@@ -209,6 +213,28 @@ def test_dicts_with_nonsense_inside_are_refused(change: dict[str, Any]) -> None:
         history.from_snapshot(snapshot_of_little, name="x")
 
     assert "\n" not in str(caught.value)
+
+
+def test_odd_but_plain_files_are_read_by_every_command(tmp_path: Path) -> None:
+    # GIVEN settings that are no JSON, and a stack deeper than Python's own limit
+    settings: dict[str, Any] = {"nan": float("nan"), "text": "\x1b[31m", "list": []}
+    settings["list"].append(settings)
+    frame = {"filename": "/a.py", "name": "f", "line": 1}
+    entries = [_entry(frames=[{**frame, "line": n} for n in range(5000)])]
+    odd = {"segments": [], "device_traces": [entries], "allocator_settings": settings}
+    file = tmp_path / "odd.pickle"
+    file.write_bytes(pickle.dumps(odd, 4))
+
+    for verb in (*VERBS, "diff"):
+        arguments = [verb, str(file)] + [str(file)] * (verb == "diff")
+        if verb == "view":
+            arguments += ["--no-open", "-o", str(tmp_path / "page.html")]
+        if verb == "export":
+            arguments += ["--format", "pprof", "-o", str(tmp_path / "out.pb.gz")]
+        json_too = [[]] if verb in ("view", "export") else [[], ["--json"]]
+        for more in json_too:
+            result = CliRunner().invoke(main, [*arguments, *more])
+            assert result.exit_code == 0, (verb, result.output, result.exception)
 
 
 @settings(deadline=None, max_examples=300)

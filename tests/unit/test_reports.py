@@ -133,8 +133,9 @@ def test_summary_counts() -> None:
         ("leaf array", 500),
     ]
     assert brief(report["streams"], "bytes") == [
-        ("stream 0", 4500),
+        ("stream 0", 4000),
         ("stream 1", 3000),
+        ("no stream", 500),
     ]
     assert brief(report["threads"], "bytes") == [(f"thread {THREAD}", 7500)]
     assert (report["nodes"], report["visible"]) == (None, None)
@@ -225,6 +226,43 @@ def test_leaks_between_two_marks() -> None:
     ):
         with pytest.raises(ValueError, match=says):
             leaks(history, **options)  # type: ignore[arg-type]
+
+
+def test_steps_are_counted_where_marks_are_many() -> None:
+    heap, marks = growing_heap(1000)
+
+    report = leaks(read(heap, marks=marks))
+
+    (row,) = report["growing"]
+    assert (report["step_count"], row["steps"]) == (1000, 1000)
+    assert (row["buffers_per_step"], row["bytes_per_step"]) == (2, 8)
+    assert len(report["steps"]) <= 200
+
+
+def test_growth_of_the_lazy_graph_is_a_leak(tmp_path: Any) -> None:
+    # GIVEN a loop that makes 1,000 pending nodes in each step, and not one event
+    heap = Heap()
+    heap.new(100, stack=1)
+    marks = [At(1, 100 * step, THREAD, f"step {step}") for step in range(1, 21)]
+    samples = np.array(
+        [(1, mark.timestamp_us, 1000 * n, 1000 * n) for n, mark in enumerate(marks)],
+        RAW_NODE_SAMPLE,
+    )
+    live = np.array([(8, 0, 2, 1)] * 19_000, RAW_NODE)
+    recording = heap.recording(marks=marks, nodes=Nodes(live, samples))
+
+    pending = leaks(from_snapshot(build(recording)))["pending"]
+
+    assert pending == {
+        "growing": True,
+        "growth": 19_000,
+        "per_step": 1000,
+        "until": "step 20",
+    }
+    path = str(dump(recording, tmp_path / "lazy.pickle"))
+    result = CliRunner().invoke(main, ["leaks", path, "--fail"])
+    assert result.exit_code == 3
+    assert "Pending nodes grow by +19,000" in result.stdout
 
 
 def test_leaks_without_marks_cut_the_recording() -> None:
@@ -430,6 +468,23 @@ def test_diff_says_what_changed() -> None:
         diff(read(old), read(new), at="noon")
 
 
+def test_growth_beyond_the_top_counts(tmp_path: Any) -> None:
+    old, new = Heap(), Heap()
+    old.new(10_000_000, stack=1)
+    old.new(100, stack=2)
+    new.new(1000, stack=1)
+    new.new(900_000, stack=2)
+    files = [
+        str(dump(heap.recording(), tmp_path / name))
+        for heap, name in ((old, "old.pickle"), (new, "new.pickle"))
+    ]
+
+    result = CliRunner().invoke(main, ["diff", *files, "--top", "1", "--fail"])
+
+    assert result.exit_code == 3
+    assert "shrank" in result.stdout
+
+
 def test_failed_allocations_are_told() -> None:
     oom = OutOfMemory(
         At(2, 20, THREAD, "no memory"), 1 << 34, 123, 1500, 0, traceback_id=1
@@ -535,6 +590,9 @@ def test_exit_codes_are_for_scripts(tmp_path: Any) -> None:
     assert code("diff", grows, calm, "--at", "end", "--fail") == 3
     assert code("diff", calm, calm, "--fail") == 0
     assert code("leaks", grows, "--from", "nowhere") == 2
+    assert code("peak", grows, "--at", "99999") == 2
+    assert code("tree", grows, "--at", "-2") == 2
+    assert code("peak", grows, "--at", "-1") == 0
     assert code("peak", grows, "--by", "colour") == 2
     assert code("peak", str(tmp_path / "missing")) == 1
     assert code("peak") == 2
@@ -562,6 +620,20 @@ print(kilobytes, file=sys.stderr)
         # THEN its memory stays in bounds
         assert done.returncode == 0, done.stderr
         assert int(done.stderr) < 2_000_000, verb
+
+
+def test_names_send_nothing_to_the_terminal(tmp_path: Any) -> None:
+    heap = Heap()
+    heap.new(100, stack=1)
+    names = [("/x/\x1b]0;pwned\x07.py", "\x9b31mred\u202e\r\n\udc80", 1)]
+    marks = [At(0, 0, THREAD, "a"), At(1, 1, THREAD, "b")]
+    recording = heap.recording(resolve=lambda traceback_id: names, marks=marks)
+    path = str(dump(recording, tmp_path / "out.pickle"))
+
+    for verb in VERBS:
+        result = CliRunner().invoke(main, [verb, path], catch_exceptions=False)
+        lines = result.stdout.split("\n")
+        assert all(line.isprintable() for line in lines), (verb, lines)
 
 
 def test_names_from_a_recording_are_no_markup(tmp_path: Any) -> None:

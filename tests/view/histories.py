@@ -110,6 +110,7 @@ def of_blocks(blocks: Any, count: int, **fields: Any) -> History:
         "source": "mlxmem",
         "device": 0,
         "devices": 1,
+        "start_us": BEGIN_US,
         "time_us": BEGIN_US + STEP_US * np.arange(count, dtype=np.int64),
         "kind": np.zeros(count, np.uint8),
         "active": active,

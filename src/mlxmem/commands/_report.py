@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import io
 import json
 import os
 import sys
@@ -84,6 +85,11 @@ def read(path: str, device: int | None = None) -> history.History:
         return history.read(path, device)
 
 
+def moment_name(at: int | None) -> str:
+    """Return what the moment of `--at` is called."""
+    return "Peak" if at is None else f"After entry {at}"
+
+
 @contextmanager
 def working(what: str) -> Iterator[None]:
     """Show what is being done, on stderr if that is a terminal."""
@@ -97,9 +103,12 @@ def working(what: str) -> Iterator[None]:
 
 def show(report: dict[str, Any], as_json: bool, *parts: RenderableType) -> None:
     """Print a report, as JSON or as its rendered parts."""
+    # A name that this terminal can't show is no reason to fail.
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")
     try:
         if as_json:
-            json.dump(report, sys.stdout, indent=2)
+            json.dump(report, sys.stdout, indent=2, allow_nan=False)
             sys.stdout.write("\n")
         else:
             console = Console(highlight=False)

@@ -16,11 +16,12 @@ from mlxmem.units import parse_bytes
 
 
 @click.command(
+    short_help="Show what changed between two recordings.",
     epilog=examples(
         "mlxmem diff yesterday.pickle today.pickle",
         "mlxmem diff a.pickle b.pickle --by function   lines have moved",
         "mlxmem diff a.pickle b.pickle --at end --threshold 1MiB --fail",
-    )
+    ),
 )
 @click.argument("old", type=click.Path(dir_okay=False))
 @click.argument("new", type=click.Path(dir_okay=False))
@@ -56,7 +57,7 @@ def command(
         _report.read(old, device), _report.read(new, device), by, top, at, smallest
     )
     _report.show(report, as_json, *parts(report))
-    if fail and any(row["change"] in ("appeared", "grew") for row in report["rows"]):
+    if fail and report["grown"]:
         raise SystemExit(3)
 
 
@@ -87,5 +88,5 @@ def parts(report: dict[str, Any]) -> list[RenderableType]:
         line,
         Text(),
         render.table("Changes", columns, cells) if cells else Text("Nothing changed."),
-        Text(f"{report['same']:,} others did not change", style="dim"),
+        Text(f"{report['same']:,} others did not change" if cells else "", "dim"),
     ]

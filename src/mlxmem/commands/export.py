@@ -35,7 +35,7 @@ Examples:
 """
 
 
-@click.command(help=_HELP, short_help="write it in the format of another tool")
+@click.command(help=_HELP, short_help="Write the format of another tool.")
 @_report.FILE
 @click.option(
     "-f",

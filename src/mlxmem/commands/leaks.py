@@ -50,7 +50,8 @@ def command(
     """
     report = leaks(_report.read(file, device), by, top, marks, first, last)
     _report.show(report, as_json, *parts(report))
-    if fail and report["growing"]:
+    pending = report["pending"]
+    if fail and (report["growing"] or (pending and pending["growing"])):
         raise SystemExit(3)
 
 
@@ -58,10 +59,10 @@ def parts(report: dict[str, Any]) -> list[RenderableType]:
     """Return what is printed."""
     by = report["by"]
     steps = report["steps"]
-    how = "marks" if report["from_marks"] else "equal parts"
+    how = "marks" if report["from_marks"] else "equal parts (set mlxmem.mark(name)!)"
     line = Text("Steps: ", style="bold")
     line.append(
-        f"{len(steps) - 1} between {len(steps)} {how}, from {steps[0]['name']!r} to "
+        f"{report['step_count']} between {how}, from {steps[0]['name']!r} to "
         f"{steps[-1]['name']!r}; active {render.size(steps[0]['active'])} -> "
         f"{render.size(steps[-1]['active'])}",
         style="not bold",
@@ -100,10 +101,21 @@ def parts(report: dict[str, Any]) -> list[RenderableType]:
     found: list[RenderableType] = [render.title(report), line]
     found += render.visible(report["visible"])
     found += [Text()]
+    pending = report["pending"]
+    waits = bool(pending and pending["growing"])
+    if waits:
+        found.append(
+            Text(
+                f"Pending nodes grow by {pending['growth']:+,} until "
+                f"{pending['until']!r}, {pending['per_step']:+,} a step: a graph that "
+                "nobody evaluates.\n",
+                style="bold",
+            )
+        )
     if growing:
         found += [render.table("Growing", columns, growing)]
     else:
-        found += [Text("Nothing grows from step to step.")]
+        found += [Text(f"Nothing {'else ' * waits}grows from step to step.")]
     found += [
         Text(),
         render.table("Live at the end", ("bytes", "buffers", "visible", "", by), live),

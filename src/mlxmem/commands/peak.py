@@ -30,11 +30,11 @@ def command(
 ) -> None:
     """Show what lived when active memory was highest."""
     report = peak(_report.read(file, device), by, top, at)
-    _report.show(report, as_json, *parts(report))
+    _report.show(report, as_json, *parts(report, _report.moment_name(at)))
 
 
-def parts(report: dict[str, Any]) -> list[RenderableType]:
-    """Return what is printed."""
+def parts(report: dict[str, Any], name: str) -> list[RenderableType]:
+    """Return what is printed; `name` is that of the moment."""
     cells = [
         (
             render.size(block["size"]),
@@ -46,7 +46,7 @@ def parts(report: dict[str, Any]) -> list[RenderableType]:
     ]
     return [
         render.title(report),
-        render.moment("Peak", report["moment"]),
+        render.moment(name, report["moment"]),
         Text(),
         render.live_table(
             f"By {report['by']}", report["rows"], report["by"], report["rest"]

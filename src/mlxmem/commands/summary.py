@@ -48,25 +48,34 @@ def parts(report: dict[str, Any]) -> list[RenderableType]:
         render.title(report),
         line,
         render.moment("Peak", report["peak"]),
-        render.moment("Peak of reserved", report["reserved_peak"]),
+        *(
+            [render.moment("Peak of reserved", report["reserved_peak"])]
+            if report["reserved_peak"]["at"] != report["peak"]["at"]
+            else []
+        ),
         render.moment("End", report["end"]),
         *render.visible(report["visible"]),
         *render.ooms(report["ooms"]),
-        Text(),
-        render.live_table("At the peak", report["peak"]["rows"], by, None),
     ]
+    if report["peak"]["rows"]:
+        rows = report["peak"]["rows"]
+        found += [Text(), render.live_table("At the peak", rows, by, None)]
+    else:
+        found += [Text("Nothing of MLX's memory was used.")]
     for order, title in (
         ("allocated", "Most bytes allocated"),
         ("buffers", "Most buffers"),
         ("churn", "Most churn: bytes freed again"),
     ):
-        found += [Text(), _table(title, report["rows"][order], by)]
+        if report["rows"][order]:
+            found += [Text(), _table(title, report["rows"][order], by)]
     for key, title in (
         ("primitives", "By primitive"),
         ("threads", "By thread"),
         ("streams", "By stream"),
     ):
-        found += [Text(), _table(title, report[key], key[:-1])]
+        if len(report[key]) > (key != "primitives"):  # one thread is no news
+            found += [Text(), _table(title, report[key], key[:-1])]
     for part in (render.nodes(report["nodes"]), render.calls(report["calls"])):
         if part:
             found += [Text(), *part]

@@ -18,11 +18,12 @@ _ENDS = 20  # steps at the beginning and at the end that the table shows
 
 
 @click.command(
+    short_help="Show memory over time, and from mark to mark.",
     epilog=examples(
         "mlxmem timeline out.pickle",
         "mlxmem timeline out.pickle --time",
         "mlxmem timeline out.pickle --slices 200 --json",
-    )
+    ),
 )
 @_report.FILE
 @_report.options(top=None)

@@ -15,11 +15,12 @@ from mlxmem.reports.tree import tree
 
 
 @click.command(
+    short_help="Show the calls that led to the peak.",
     epilog=examples(
         "mlxmem tree out.pickle",
         "mlxmem tree out.pickle --threshold 5",
         "mlxmem tree out.pickle --allocated",
-    )
+    ),
 )
 @_report.FILE
 @_report.options(top=None, by=False)
@@ -43,13 +44,13 @@ def command(
 ) -> None:
     """Show the calls that led to the memory of the peak, outermost first."""
     report = tree(_report.read(file, device), at, threshold / 100, allocated)
-    _report.show(report, as_json, *parts(report))
+    _report.show(report, as_json, *parts(report, _report.moment_name(at)))
 
 
-def parts(report: dict[str, Any]) -> list[RenderableType]:
-    """Return what is printed."""
+def parts(report: dict[str, Any], name: str) -> list[RenderableType]:
+    """Return what is printed; `name` is that of the moment."""
     if report["moment"] is None:
         label: RenderableType = Text("All allocations", style="bold")
     else:
-        label = render.moment("Peak", report["moment"])
+        label = render.moment(name, report["moment"])
     return [render.title(report), label, render.call_tree(report["root"])]

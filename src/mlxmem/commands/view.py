@@ -62,7 +62,7 @@ def command(
     except OSError as error:
         where = error.filename or target
         raise click.ClickException(f"{where}: {error.strerror or error}") from None
-    click.echo(f"{target}: {format_bytes(len(page))}, {len(history):,} events")
+    click.echo(f"{target}: {format_bytes(len(page))}, {len(history):,} entries")
     if no_open:
         return
     address = pathlib.Path(os.path.realpath(target)).as_uri()

@@ -38,7 +38,7 @@ def diff(
         "allocated"). `rows`, largest change first: `change` ("appeared", "went",
         "grew", "shrank"), `old_bytes`, `new_bytes`, `bytes` (their difference),
         `old_buffers`, `new_buffers`, `buffers`. `same`: how many groups did not
-        change by `threshold` or more.
+        change by `threshold` or more; `changed`, `grown`: how many did, and grew.
 
     Raises
     ------
@@ -86,6 +86,7 @@ def diff(
         "new": sides[1].plain,
         "rows": rows[:top],
         "changed": len(rows),
+        "grown": sum(row["change"] in ("appeared", "grew") for row in rows),
         "same": len(labels) - len(rows),
     }
     return report

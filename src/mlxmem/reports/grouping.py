@@ -69,7 +69,7 @@ class Groups:
 
     def weighed(self, where: Mask) -> Groups:
         """Return the groups with the stacks that have most bytes at `where`."""
-        if self.by not in _OF_STACK:
+        if self.by not in OF_STACK:
             return self
         blocks = self.history.blocks
         sums = np.zeros(len(self.history.stacks), np.int64)
@@ -110,14 +110,14 @@ def group(history: History, by: str = "line") -> Groups:
     if by not in KEYS:
         raise ValueError(f"--by must be one of {', '.join(KEYS)}, not {by!r}")
     blocks = history.blocks
-    if by in _OF_STACK:
+    if by in OF_STACK:
         used, of_block = np.unique(blocks["stack"], return_inverse=True)
         places: dict[str, int] = {}
         stacks: list[Stack] = []
         of_stack = np.zeros(len(used), np.int64)
         for number, at in enumerate(used.tolist()):
             stack = history.stacks[at]
-            place = places.setdefault(_OF_STACK[by](stack), len(places))
+            place = places.setdefault(OF_STACK[by](stack), len(places))
             if place == len(stacks):
                 stacks.append(stack)
             of_stack[number] = place
@@ -132,7 +132,7 @@ def _label(history: History, by: str, value: int) -> str:
     if by == "thread":
         return f"thread {value}" if value else "unknown thread"
     if by == "stream":
-        return f"stream {value}"
+        return f"stream {value}" if value >= 0 else "no stream"
     names: Sequence[str] = {
         "primitive": history.primitives,
         "range": history.ranges,
@@ -190,7 +190,7 @@ def _stack_of(stack: Stack) -> str:
     return " <- ".join(line_of(stack[at:]) for at in range(len(stack))) or NO_STACK
 
 
-_OF_STACK: dict[str, Callable[[Stack], Any]] = {
+OF_STACK: dict[str, Callable[[Stack], Any]] = {
     "line": line_of,
     "caller": caller_of,
     "function": _function_of,

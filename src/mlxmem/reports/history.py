@@ -8,6 +8,7 @@ module of each block; those of PyTorch are read as far as they have these.
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -18,7 +19,7 @@ import numpy.typing as npt
 
 from mlxmem import _columns
 from mlxmem.events import no_collector
-from mlxmem.frames import text
+from mlxmem.frames import shown, text
 from mlxmem.reports.reading import SnapshotError, load
 
 Ints = npt.NDArray[np.int64]
@@ -26,6 +27,9 @@ Mask = npt.NDArray[np.bool_]
 Places = npt.NDArray[np.int32]
 Entry = Mapping[str, Any]
 
+_FILE = -(2**31)  # instead of a stream: the entry's own is right
+_MOST_BYTES = 2**60
+_MOST_FRAMES = 256  # of a stack; the outer ones of a deeper one are left out
 BEGINNING = -1  # `start` of a block that is older than the trace
 UNKNOWN = "unknown"
 
@@ -163,6 +167,9 @@ class History:
         File name or other label, for titles.
     source : str
         "mlxmem" or "torch".
+    start_us : int
+        When the recording began, microseconds since the Unix epoch; of the first
+        entry where that is not known.
     device, devices : int
         Which device this is, and how many the snapshot has.
     time_us : ndarray of int64, shape (n,)
@@ -188,6 +195,7 @@ class History:
     source: str
     device: int
     devices: int
+    start_us: int
     time_us: Ints
     kind: npt.NDArray[np.uint8]
     active: Ints
@@ -244,8 +252,8 @@ class History:
         return self.start_reserved if at < 0 else int(self.reserved[at])
 
     def time_after(self, at: int) -> int:
-        """Return the time of entry `at`; of the first one before it; 0 if unknown."""
-        return int(self.time_us[max(at, 0)]) if len(self) else 0
+        """Return microseconds from the start to entry `at`; 0 before the first."""
+        return int(self.time_us[at]) - self.start_us if at >= 0 else 0
 
     def live(self, at: int) -> Mask:
         """Tell which blocks live after entry `at`, shape (len(blocks),)."""
@@ -376,12 +384,17 @@ class _Reader:
         reserved = np.cumsum(_reserved_changes(kind, addr, real))
         total = sum(_as_int(segment["total_size"]) for segment in self.segments)
         start_reserved = total - (int(reserved[-1]) if count else 0)
+        if size.size and int(size.min()) < 0:
+            raise ValueError("a size is negative")
+        if int(np.abs(blocks["size"]).astype(float).sum()) >= _MOST_BYTES:
+            raise ValueError("the sizes add up to more than any device has")
         settings = self.snapshot.get("allocator_settings")
         return History(
             name=self.name,
             source="mlxmem" if "format" in self.extra else "torch",
             device=self.device,
             devices=self.devices,
+            start_us=_as_int(self.extra.get("start_us", int(min(time_us, default=0)))),
             time_us=time_us,
             kind=kind,
             active=np.cumsum(change) + start_active,
@@ -399,7 +412,7 @@ class _Reader:
             ooms=self._ooms(kind),
             calls=self._calls(),
             nodes=self._nodes(),
-            settings=settings if isinstance(settings, dict) else {},
+            settings=_settings(settings),
         )
 
     def _kinds(self) -> npt.NDArray[np.uint8]:
@@ -495,7 +508,10 @@ class _Reader:
         during = column((m.during for m in metas), self._ranges)
         blocks["freed_during"][over] = during[meta[blocks["end"][over]]]
         blocks["thread"] = np.where(made, thread[meta[source]], 0)
-        blocks["stream"] = streams[source]
+        # A free's stream is its allocation's, and -1 stands as 0 in the file.
+        own_stream = np.array([m.stream for m in metas] or [_FILE], np.int64)
+        own_stream = own_stream[meta[source]]
+        blocks["stream"] = np.where(own_stream == _FILE, streams[source], own_stream)
 
     def _left_over(self, blocks: npt.NDArray[np.void]) -> npt.NDArray[np.void]:
         """Return the live blocks of the segments that no entry made."""
@@ -672,6 +688,7 @@ class _Metadata(NamedTuple):
     range: str = ""
     module: str = ""
     during: str = ""  # in which range it happened
+    stream: int = _FILE
 
     @classmethod
     def read(cls, value: Any) -> _Metadata:
@@ -684,6 +701,7 @@ class _Metadata(NamedTuple):
             _word(value.get("range")),
             _word(value.get("module")),
             _word(value.get("during")),
+            _as_int(value.get("stream", _FILE)),
         )
 
 
@@ -719,12 +737,33 @@ def _stack(frames: Any) -> Stack:
         return ()
     return tuple(
         Frame(_word(f["filename"]), _as_int(f["line"]), _word(f["name"]))
-        for f in frames
+        for f in frames[:_MOST_FRAMES]
     )
 
 
+def _settings(value: Any) -> dict[str, Any]:
+    """Return the settings that are plain values under plain names."""
+    if not isinstance(value, dict):
+        return {}
+    found: dict[str, Any] = {}
+    for key, item in value.items():
+        if not isinstance(key, str):
+            raise TypeError(f"a setting is named {key!r}"[:80])
+        if item is None or type(item) in (bool, int):
+            found[shown(key)] = item
+        elif isinstance(item, str):
+            found[shown(key)] = shown(item)
+        elif isinstance(item, float):
+            found[shown(key)] = item if math.isfinite(item) else None
+        # PyTorch has lists and dicts there, too; no report reads them.
+    dropped = found.get("trace_alloc_dropped", 0)
+    if type(dropped) is not int:
+        raise TypeError(f"trace_alloc_dropped is {dropped!r}"[:80])
+    return found
+
+
 def _word(value: Any) -> str:
-    return text(value) if isinstance(value, str) else ""
+    return shown(value) if isinstance(value, str) else ""
 
 
 def _as_int(value: Any) -> int:

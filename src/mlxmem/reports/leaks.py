@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fnmatch
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 
@@ -47,26 +48,30 @@ def leaks(
     Returns
     -------
     dict
-        `steps`: names and moments between which growth is counted; `from_marks`.
+        `steps`: names and moments between which growth is counted, 200 at most;
+        `step_count`: how many steps there really are; `from_marks`.
         `growing`: rows with `growth_bytes`, `growth_buffers` (from the first point to
         the highest), `until` (its name), `steps` up to there, `bytes_per_step`,
         `buffers_per_step` (means), `bytes`, `buffers` (at the last point). `live`:
         rows of what lives at the end, allocated in the recording, with `bytes`,
         `buffers`, `visible_bytes` (what arrays show of these; None if not known),
         `growing`. `before`: bytes and buffers that live and are older than the
-        recording. `nodes`, `visible`: as in the summary.
+        recording. `pending`: whether pending nodes grow, None if not counted:
+        `growing`, `growth`, `per_step`, `until`. `nodes`, `visible`: as in the
+        summary.
 
     Raises
     ------
     ValueError
         No mark matches `first` or `last`, or fewer than two points are left.
     """
-    names, points, from_marks = _points(history, marks, first, last)
+    points = _points(history, marks, first, last)
     groups = group(history, by)
-    sizes, counts = _at_points(history, groups, points)
+    sizes, counts = _at_points(history, groups, points.at)
     grows, until = _growth(sizes, counts)
     every = np.arange(len(groups))
-    named = groups.weighed(history.live(points[-1]))
+    named = groups.weighed(history.live(points.at[-1]))
+    passed = points.numbers - points.numbers[0]
     grown = sizes[every, until] - sizes[:, 0]
     more = counts[every, until] - counts[:, 0]
     growing = [
@@ -74,10 +79,10 @@ def leaks(
         | {
             "growth_bytes": int(grown[place]),
             "growth_buffers": int(more[place]),
-            "steps": int(until[place]),
-            "until": names[until[place]],
-            "bytes_per_step": _per(int(grown[place]), int(until[place])),
-            "buffers_per_step": _per(int(more[place]), int(until[place])),
+            "steps": int(passed[until[place]]),
+            "until": points.names[until[place]],
+            "bytes_per_step": _per(int(grown[place]), int(passed[until[place]])),
+            "buffers_per_step": _per(int(more[place]), int(passed[until[place]])),
             "bytes": int(sizes[place, -1]),
             "buffers": int(counts[place, -1]),
         }
@@ -87,25 +92,40 @@ def leaks(
     report = heading("leaks", history)
     report |= {
         "by": by,
-        "from_marks": from_marks,
+        "from_marks": points.from_marks,
+        "step_count": int(passed[-1]),
         "steps": [
             {"name": name} | moment(history, at)
-            for name, at in zip(names, points.tolist(), strict=True)
+            for name, at in zip(points.names, points.at.tolist(), strict=True)
         ],
         "growing": growing,
+        "pending": _pending(history, points),
         "live": _live(history, groups, grows, top),
         "before": _before(history),
         "visible": visible_totals(history),
     }
     totals = node_totals(history)
-    report["nodes"] = totals and totals | {"rows": node_rows(history, top)}
+    report["nodes"] = totals and totals | {"rows": node_rows(history, top, by)}
     return report
+
+
+class _Points(NamedTuple):
+    """The moments to compare.
+
+    Of many marks some are left out: `numbers` are their places among all of them.
+    """
+
+    names: list[str]
+    at: Ints  # entries after which to look
+    time_us: Ints  # Unix epoch
+    numbers: Ints
+    from_marks: bool
 
 
 def _points(
     history: History, pattern: str, first: str | None, last: str | None
-) -> tuple[list[str], Ints, bool]:
-    """Choose the moments to compare: names, and entries after which to look."""
+) -> _Points:
+    """Choose the moments to compare."""
     marks = history.marks
     names = [mark.name for mark in marks]
     begin = _find(names, first, "--from") if first else 0
@@ -120,15 +140,39 @@ def _points(
             f"{len(chosen)} of {len(marks)} marks match, and growth needs two; "
             "mlxmem.mark(name) sets some, `mlxmem timeline` lists them"
         )
-    if len(chosen) > MOST_STEPS:
-        every = np.unique(np.linspace(0, len(chosen) - 1, MOST_STEPS).astype(int))
-        chosen = [chosen[at] for at in every.tolist()]
     if len(chosen) >= 2:
+        most = min(len(chosen), MOST_STEPS)
+        numbers = np.unique(np.linspace(0, len(chosen) - 1, most).astype(np.int64))
+        chosen = [chosen[number] for number in numbers.tolist()]
         at = np.array([mark.at - 1 for mark in chosen], np.int64)
-        return [mark.name for mark in chosen], at, True
+        time_us = np.array([mark.time_us for mark in chosen], np.int64)
+        return _Points([mark.name for mark in chosen], at, time_us, numbers, True)
     at = np.linspace(-1, history.end, PARTS + 1)[1:].astype(np.int64)
     parts = [f"{100 * (n + 1) // PARTS} %" for n in range(PARTS)]
-    return parts, at, False
+    times = [history.start_us + history.time_after(entry) for entry in at.tolist()]
+    return _Points(parts, at, np.array(times, np.int64), np.arange(PARTS), False)
+
+
+def _pending(history: History, points: _Points) -> Row | None:
+    """Tell whether the number of pending nodes grows, from its samples.
+
+    A loop that never evaluates makes no events, so it is time that orders them.
+    """
+    if history.nodes is None:
+        return None
+    samples = history.nodes.samples
+    times = np.array([sample.time_us for sample in samples], np.int64)
+    pending = np.array([0] + [sample.pending for sample in samples], np.int64)
+    values = pending[np.searchsorted(times, points.time_us, side="right")]
+    grows, highest = _rise(values[None, :])
+    until = int(highest[0])
+    growth = int(values[until] - values[0])
+    return {
+        "growing": bool(grows[0]),
+        "growth": growth,
+        "per_step": _per(growth, int(points.numbers[until] - points.numbers[0])),
+        "until": points.names[until],
+    }
 
 
 def _find(

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from mlxmem.reports.grouping import line_of
-from mlxmem.reports.history import History, Stack
-from mlxmem.reports.rows import Row, called_from
+from mlxmem.reports.history import History
+from mlxmem.reports.rows import Row, stack_label
 
 # Host memory of one pending node: its ArrayDesc with the shared pointer's block, its
 # primitive, and its list of inputs, as malloc rounds them. Measured as growth of the
@@ -34,8 +33,10 @@ def node_totals(history: History) -> Row | None:
     }
 
 
-def node_rows(history: History, top: int) -> list[Row]:
+def node_rows(history: History, top: int, by: str = "line") -> list[Row]:
     """Return the lines with most pending nodes at the end, most first.
+
+    `by` counts if it is a key of stacks, such as "caller"; else it is by line.
 
     Returns
     -------
@@ -46,20 +47,10 @@ def node_rows(history: History, top: int) -> list[Row]:
         return []
     sums: dict[str, Row] = {}
     for line in history.nodes.lines:
-        label = line_of(line.stack)
-        row = sums.setdefault(label, _name(line.stack) | {"pending": 0, "live": 0})
+        named = stack_label(line.stack, by)
+        row = sums.setdefault(named["label"], named | {"pending": 0, "live": 0})
         row["pending"] += line.pending
         row["live"] += line.live
     rows = sorted(sums.values(), key=lambda row: -int(row["pending"]))
     rows = [row for row in rows if row["pending"]][:top]
     return [row | {"host_bytes": row["pending"] * BYTES_PER_NODE} for row in rows]
-
-
-def _name(stack: Stack) -> Row:
-    row: Row = {"label": line_of(stack)}
-    if stack and stack[0].line:
-        filename, line, function = stack[0]
-        row |= {"file": filename, "line": line, "function": function}
-        if called_from(stack):
-            row["called_from"] = called_from(stack)
-    return row

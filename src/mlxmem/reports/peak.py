@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from mlxmem.reports.grouping import group
 from mlxmem.reports.history import History
-from mlxmem.reports.rows import Row, frames_of, heading, live_rows, moment
+from mlxmem.reports.rows import Row, check_at, frames_of, heading, live_rows, moment
 
 
 def peak(
@@ -30,8 +30,7 @@ def peak(
         `size`, `requested`, `primitive`, `action`, `thread`, `stream`, `range`,
         `module`, `made_at`, `freed_at` (None = never) and `frames`.
     """
-    if at is None:
-        at = history.peak_at
+    at = check_at(history, at)
     rows = live_rows(history, group(history, by), at, top)
     live = history.live(at)
     blocks = history.blocks[live]

@@ -6,7 +6,13 @@ import os
 from collections.abc import Sequence
 from typing import Any
 
-from rich.console import Group, RenderableType
+from rich.console import (
+    Console,
+    ConsoleOptions,
+    Group,
+    RenderableType,
+    RenderResult,
+)
 from rich.table import Table
 from rich.text import Text
 from rich.tree import Tree
@@ -14,6 +20,7 @@ from rich.tree import Tree
 from mlxmem.reports.rows import Row
 from mlxmem.units import format_bytes
 
+_TEXT_WIDTH = 40  # columns that a table's text needs beside its numbers
 _BARS = " ▁▂▃▄▅▆▇█"
 
 
@@ -61,16 +68,67 @@ def short(path: str) -> str:
     return path[len(here) :] if path.startswith(here) else path
 
 
-def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> Table:
-    """Return a table whose last column is text and whose others are numbers."""
-    made = Table(title=title, title_justify="left", title_style="bold", box=None)
-    for column in columns[:-1]:
-        made.add_column(column, justify="right", no_wrap=True)
-    made.add_column(columns[-1], overflow="fold")
-    for row in rows:
+class _Table:
+    """A table whose last column is text and whose others are numbers.
+
+    Where it is too narrow for both, the text stands below its numbers.
+    """
+
+    def __init__(
+        self, title: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]
+    ) -> None:
+        self._title = title
+        self._columns = columns
         # Names come from the recorded program: nothing in them is markup.
-        made.add_row(*(cell if isinstance(cell, Text) else Text(cell) for cell in row))
-    return made
+        self._rows = [
+            [cell if isinstance(cell, Text) else Text(cell) for cell in row]
+            for row in rows
+        ]
+
+    def __rich_console__(
+        self, console: Console, options: ConsoleOptions
+    ) -> RenderResult:
+        numbers = range(len(self._columns) - 1)
+        widths = [
+            max([len(self._columns[i]), *(row[i].cell_len for row in self._rows)])
+            for i in numbers
+        ]
+        used = sum(width + 2 for width in widths)
+        if options.max_width - used >= min(_TEXT_WIDTH, self._longest()):
+            yield self._side_by_side()
+            return
+        yield Text(self._title, style="bold")
+        yield Text(
+            "  ".join(self._columns[i].rjust(widths[i]) for i in numbers)
+            + f"  {self._columns[-1]} below",
+            style="bold",
+        )
+        for row in self._rows:
+            yield Text("  ".join(row[i].plain.rjust(widths[i]) for i in numbers))
+            for line in row[-1].split():
+                yield Text("    ").append_text(line)
+
+    def _longest(self) -> int:
+        lines = [line for row in self._rows for line in row[-1].split()]
+        return max([line.cell_len for line in lines], default=0)
+
+    def _side_by_side(self) -> Table:
+        made = Table(
+            title=self._title, title_justify="left", title_style="bold", box=None
+        )
+        for column in self._columns[:-1]:
+            made.add_column(column, justify="right", no_wrap=True)
+        made.add_column(self._columns[-1], overflow="fold")
+        for row in self._rows:
+            made.add_row(*row)
+        return made
+
+
+def table(
+    title: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]
+) -> RenderableType:
+    """Return a table whose last column is text and whose others are numbers."""
+    return _Table(title, columns, rows)
 
 
 def title(report: Row) -> RenderableType:
@@ -96,14 +154,20 @@ def moment(label: str, found: Row) -> Text:
     text.append(
         f"{size(found['active'])} active, {size(found['reserved'])} reserved "
         f"({size(found['cache'])} in the cache), "
-        + (f"after {duration(found['time_us'])}" if found["at"] >= 0 else "before it")
+        + (
+            f"after {duration(found['time_us'])} (entry {count(found['at'])})"
+            if found["at"] >= 0
+            else "before the first entry"
+        )
         + (f", after mark {found['after_mark']!r}" if found["after_mark"] else ""),
         style="not bold",
     )
     return text
 
 
-def live_table(heading: str, rows: Sequence[Row], by: str, rest: Row | None) -> Table:
+def live_table(
+    heading: str, rows: Sequence[Row], by: str, rest: Row | None
+) -> RenderableType:
     """Return the table of rows with bytes, buffers and share."""
     cells: list[Sequence[Any]] = [
         (size(r["bytes"]), f"{r['share']:.1%}", count(r["buffers"]), name(r))
@@ -189,6 +253,8 @@ def where(frames: Sequence[Row]) -> str:
     if not frames:
         return ""
     frame = frames[0]
+    if not frame["line"]:
+        return str(frame["function"])  # a label that says why there is no stack
     return f"{short(frame['file'])}:{frame['line']} {frame['function']}"
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from mlxmem.reports.grouping import Groups, is_own, line_of
+from mlxmem.reports.grouping import OF_STACK, Groups, is_own, line_of
 from mlxmem.reports.history import History, Ints, Stack
 
 Row = dict[str, Any]
@@ -31,15 +31,25 @@ def row_of(groups: Groups, at: int, stack: Stack | None = None) -> Row:
         and `called_from`, the innermost line of the program itself, where that is
         another one.
     """
-    row: Row = {"label": groups.labels[at]}
     stack = groups.stacks[at] if stack is None else stack
-    if groups.by in ("line", "caller", "stack") and stack and stack[0].line:
+    return _named(groups.labels[at], stack, groups.by)
+
+
+def stack_label(stack: Stack, by: str) -> Row:
+    """Return what names a stack, by a key of stacks; by line for any other key."""
+    by = by if by in OF_STACK else "line"
+    return _named(OF_STACK[by](stack), stack, by)
+
+
+def _named(label: str, stack: Stack, by: str) -> Row:
+    row: Row = {"label": label}
+    if by in ("line", "caller", "stack") and stack and stack[0].line:
         frame = stack[0]
-        if groups.by == "caller":
+        if by == "caller":
             frame = next((f for f in stack if is_own(f.filename)), frame)
         row |= {"file": frame.filename, "line": frame.line, "function": frame.function}
         caller = called_from(stack)
-        if groups.by != "caller" and caller:
+        if by != "caller" and caller:
             row["called_from"] = caller
     return row
 
@@ -93,19 +103,37 @@ def moment(history: History, at: int) -> Row:
     Returns
     -------
     dict
-        `at` (entry, -1 before the first one), `time_us` (since the first entry),
+        `at` (entry, -1 before the first one), `time_us` (since the start),
         `active`, `reserved`, `cache` (bytes) and `after_mark` (the last mark before
         it, or None).
     """
     active, reserved = history.active_after(at), history.reserved_after(at)
     return {
         "at": at,
-        "time_us": history.time_after(at) - history.time_after(0),
+        "time_us": history.time_after(at),
         "active": active,
         "reserved": reserved,
         "cache": max(reserved - active, 0),
         "after_mark": mark_before(history, at),
     }
+
+
+def check_at(history: History, at: int | None) -> int:
+    """Return the entry that `--at` asks for, that of the peak if it is left out.
+
+    Raises
+    ------
+    ValueError
+        There is no such entry.
+    """
+    if at is None:
+        return history.peak_at
+    if not -1 <= at <= history.end:
+        raise ValueError(
+            f"--at must be an entry from 0 to {history.end}, or -1 for what was there "
+            f"before the first, not {at}"
+        )
+    return at
 
 
 def mark_before(history: History, at: int) -> str | None:

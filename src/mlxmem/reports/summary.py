@@ -49,7 +49,7 @@ def summary(history: History, by: str = "line", top: int = 10) -> Row:
     report |= {
         "by": by,
         "totals": {
-            "duration_us": history.time_after(history.end) - history.time_after(0),
+            "duration_us": history.time_after(history.end),
             "allocations": int(made.sum()),
             "reuses": int(reused.sum()),
             "frees": int((blocks["end"] < len(history)).sum()),
@@ -69,7 +69,7 @@ def summary(history: History, by: str = "line", top: int = 10) -> Row:
     for name in ("primitive", "thread", "stream"):
         report[f"{name}s"] = _rows(history, name, top, made, freed, "allocated")
     totals = node_totals(history)
-    report["nodes"] = totals and totals | {"rows": node_rows(history, top)}
+    report["nodes"] = totals and totals | {"rows": node_rows(history, top, by)}
     report["visible"] = visible_totals(history)
     report["calls"] = call_rows(history)
     report["ooms"] = oom_rows(history)
@@ -125,7 +125,7 @@ def visible_totals(history: History) -> Row | None:
 
 def call_rows(history: History) -> list[Row]:
     """Return the calls that changed the allocator's settings, in their order."""
-    first = history.time_after(0)
+    first = history.start_us
     return [
         {
             "name": call.name,
@@ -142,7 +142,7 @@ def call_rows(history: History) -> list[Row]:
 
 def oom_rows(history: History) -> list[Row]:
     """Return the allocations that failed, in their order."""
-    first = history.time_after(0)
+    first = history.start_us
     return [
         {
             "size": oom.size,

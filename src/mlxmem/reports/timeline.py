@@ -91,7 +91,7 @@ def _slices(history: History, count: int, by_time: bool) -> list[Row]:
             {
                 "from_at": begin,
                 "to_at": stop,
-                "time_us": history.time_after(stop - 1) - history.time_after(0),
+                "time_us": history.time_after(stop - 1),
                 **highest,
                 "cache": cache,
                 "pending": max(inside) if inside else None,
@@ -103,7 +103,7 @@ def _slices(history: History, count: int, by_time: bool) -> list[Row]:
 def _steps(history: History, by: str) -> list[Row]:
     if not history.marks:
         return []
-    first = history.time_after(0)
+    first = history.start_us
     named = [("", 0, 0)]
     named += [(mark.name, mark.at, mark.time_us - first) for mark in history.marks]
     edges = np.array([at for _, at, _ in named] + [len(history)], np.int64)
@@ -198,22 +198,49 @@ def _ranges(history: History) -> list[Row]:
         own = made[made["thread"] == thread]
         totals = np.concatenate([np.zeros(1, np.int64), np.cumsum(own["size"])])
         by_thread[thread] = own["start"], totals
+    highest = _Highest(history.active)
     found = []
     for span in history.spans:
         starts, totals = by_thread[span.thread]
         first, last = np.searchsorted(starts, (span.at, span.end_at)).tolist()
-        inside = history.active[span.at : span.end_at]
         found.append(
             {
                 "path": "/".join(span.path),
                 "at": span.at,
                 "end_at": span.end_at,
-                "time_us": span.time_us - history.time_after(0),
+                "time_us": span.time_us - history.start_us,
                 "duration_us": span.end_time_us - span.time_us,
                 "thread": span.thread,
                 "open": span.open,
                 "allocated_bytes": int(totals[last] - totals[first]),
-                "peak": int(inside.max()) if len(inside) else None,
+                "peak": highest.between(span.at, span.end_at),
             }
         )
     return found
+
+
+class _Highest:
+    """The highest value of any stretch; ranges nest, and may be many and long."""
+
+    _PART = 1024
+
+    def __init__(self, values: Ints) -> None:
+        self._values = values
+        starts = np.arange(0, len(values), self._PART)
+        self._parts: Ints = (
+            np.maximum.reduceat(values, starts) if len(values) else values
+        )
+
+    def between(self, begin: int, stop: int) -> int | None:
+        """Return the highest of values[begin:stop], None if that is empty."""
+        if begin >= stop:
+            return None
+        first, last = -(-begin // self._PART), stop // self._PART
+        if first >= last:
+            return int(self._values[begin:stop].max())
+        pieces = (
+            self._values[begin : first * self._PART],
+            self._parts[first:last],
+            self._values[last * self._PART : stop],
+        )
+        return max(int(piece.max()) for piece in pieces if len(piece))

@@ -6,7 +6,7 @@ from typing import Any
 
 from mlxmem.reports.grouping import group, line_of
 from mlxmem.reports.history import History
-from mlxmem.reports.rows import Row, heading, moment, share
+from mlxmem.reports.rows import Row, check_at, heading, moment, share
 
 
 def tree(
@@ -34,8 +34,7 @@ def tree(
         `share` (of the root, 0 to 1) and `children`, largest first. `hidden_bytes`
         of a node were left out below it.
     """
-    if at is None:
-        at = history.peak_at
+    at = check_at(history, at)
     mask = history.blocks["start"] >= 0 if allocated else history.live(at)
     groups = group(history, "stack")
     sizes = groups.total(history.blocks["size"], mask)
