@@ -21,7 +21,7 @@ def run_pytest(
     """Return the exit code and the output."""
     (folder / "test_it.py").write_text(prelude + textwrap.dedent(source))
     points = importlib.metadata.entry_points(group="pytest11")
-    plugin = [] if "mlxmem" in points.names else ["-p", "mlxmem.pytest_plugin"]
+    plugin = [] if "mlxmem" in points.names else ["-p", "mlxmem_pytest"]
     done = subprocess.run(
         [
             *(sys.executable, "-m", "pytest", "-rA", "-p", "no:cacheprovider"),
@@ -37,7 +37,8 @@ def run_pytest(
 
 
 def outcomes(output: str) -> dict[str, str]:
-    found = re.findall(r"^(PASSED|FAILED|ERROR) test_it\.py::(\w+)", output, re.M)
+    pattern = r"^(PASSED|FAILED|ERROR|XFAIL) test_it\.py::(?:\w+::)?(\w+)"
+    found = re.findall(pattern, output, re.M)
     return {name: outcome for outcome, name in found}
 
 
@@ -268,10 +269,198 @@ def test_the_table_can_be_shorter(tmp_path: Path) -> None:
     assert "3 more tests; --mlxmem-most 0 shows all" in output
 
 
-def test_mlx_is_not_loaded_where_nothing_is_asked_for(tmp_path: Path) -> None:
+def test_nothing_is_loaded_where_nothing_is_asked_for(tmp_path: Path) -> None:
     # GIVEN tests that know nothing of MLX
-    source = "import sys\ndef test_it(): assert 'mlx.core' not in sys.modules\n"
+    source = """
+    import sys
+
+    def test_it(request):
+        assert request.config.pluginmanager.hasplugin("mlxmem_pytest") or (
+            request.config.pluginmanager.hasplugin("mlxmem")
+        )
+        names = {name.partition(".")[0] for name in sys.modules}
+        assert not names & {"mlx", "mlxmem", "numpy"}
+    """
     # WHEN they run with the plugin
     code, output = run_pytest(tmp_path, source, prelude="")
-    # THEN it is not imported
-    assert (code, outcomes(output)) == (0, {"test_it": "PASSED"})
+    # THEN neither MLX nor mlxmem nor NumPy is imported
+    assert (code, outcomes(output)) == (0, {"test_it": "PASSED"}), output
+
+
+# --- what is no plain function ----------------------------------------------
+
+
+def test_methods_of_unittest_are_measured(tmp_path: Path) -> None:
+    # GIVEN methods of test cases that use 1 MB, beside 8 MB of their setUp
+    code, output = run_pytest(
+        tmp_path,
+        """
+        import unittest
+
+        def allocate():
+            array = mx.zeros((250, 1000)); mx.eval(array)
+            return array
+
+        class Case(unittest.TestCase):
+            def setUp(self):
+                self.weights = mx.zeros((2000, 1000)); mx.eval(self.weights)
+
+            def tearDown(self):
+                more = mx.zeros((2000, 1000)); mx.eval(more)
+
+            @pytest.mark.limit_mlx_memory("0.9 MB")
+            def test_over(self):
+                allocate()
+
+            @pytest.mark.limit_mlx_memory("1.1 MB")
+            def test_under(self):
+                allocate()
+
+            @pytest.mark.limit_mlx_memory("0.9 MB")
+            @unittest.expectedFailure
+            def test_expected(self):
+                allocate()
+
+            @pytest.mark.limit_mlx_memory("0.9 MB")
+            @unittest.skip("for a reason")
+            def test_skipped(self):
+                allocate()
+
+        def teardown_module():
+            assert not mlxmem.is_enabled()
+
+        kept = []
+
+        @pytest.mark.limit_mlx_leaks("0.9 MB")
+        class Coroutines(unittest.IsolatedAsyncioTestCase):
+            async def test_leaks(self):
+                kept.append(allocate())
+
+            async def test_caches(self):
+                if not hasattr(type(self), "cache"):
+                    type(self).cache = allocate()
+        """,
+        "--mlxmem",
+    )
+    # WHEN they run with limits
+    # THEN each is judged by what the method itself did
+    assert code == 1
+    assert outcomes(output) == {
+        "test_over": "FAILED",
+        "test_under": "PASSED",
+        "test_expected": "XFAIL",
+        "test_leaks": "FAILED",
+        "test_caches": "PASSED",
+    }
+    assert re.search(r"rose by 976\.6 KiB \(1,000,\d{3} bytes\) during", output)
+    assert "(1,000,000 bytes) in 1 buffer: test_it.py:6 allocate\n" in output
+    assert "mlxmem_pytest.py" not in output
+    # AND so it is in the table
+    rows = {row[-1].rpartition("::")[2]: row[0] for row in table(output)}
+    assert rows["test_under"] == "976.6 KiB"
+
+
+@pytest.mark.parametrize(
+    ("mark", "message"),
+    [
+        ('limit_mlx_memory("0.9 MB")', "MLX's memory rose by 976."),
+        ('limit_mlx_memory("1.1 MB")', None),
+        ('limit_mlx_leaks("1 MB", warmups=0)', None),
+        ('limit_mlx_leaks("1 MB")', "can't run a Other before the test; write"),
+    ],
+)
+def test_items_of_other_kinds_are_measured_as_a_whole(
+    tmp_path: Path, mark: str, message: str | None
+) -> None:
+    # GIVEN a plugin with items of its own
+    (tmp_path / "conftest.py").write_text(
+        textwrap.dedent(
+            f"""
+            import pytest
+
+            class Other(pytest.Item):
+                def runtest(self):
+                    import mlx.core as mx
+                    array = mx.zeros((250, 1000)); mx.eval(array)
+
+            def pytest_pycollect_makeitem(collector, name, obj):
+                if name == "other":
+                    item = Other.from_parent(collector, name=name)
+                    item.add_marker(pytest.mark.{mark})
+                    return item
+            """
+        )
+    )
+    # WHEN one has a limit
+    code, output = run_pytest(tmp_path, "other = 1\n")
+    # THEN it is checked, or the test fails
+    assert outcomes(output) == {"other": "FAILED" if message else "PASSED"}
+    assert code == bool(message)
+    assert message is None or message in output
+
+
+def test_a_function_that_runs_out_of_sight_fails(tmp_path: Path) -> None:
+    # GIVEN a plugin that runs functions in a way of its own
+    (tmp_path / "conftest.py").write_text(
+        textwrap.dedent(
+            """
+            import pytest
+
+            class Own(pytest.Function):
+                def runtest(self):
+                    self.obj()
+
+            def pytest_pycollect_makeitem(collector, name, obj):
+                if name.startswith("test"):
+                    return Own.from_parent(collector, name=name)
+            """
+        )
+    )
+    # WHEN one has a limit
+    code, output = run_pytest(
+        tmp_path,
+        """
+        @pytest.mark.limit_mlx_memory("1 GB")
+        def test_limit(): pass
+
+        def test_none(): pass
+        """,
+    )
+    # THEN it says that nothing was checked
+    assert code == 1
+    assert outcomes(output) == {"test_limit": "FAILED", "test_none": "PASSED"}
+    assert "since another plugin runs this Own in a way of its own" in output
+
+
+def test_a_failure_names_the_warmup(tmp_path: Path) -> None:
+    # GIVEN tests that fail in their second warm-up, or in what counts
+    code, output = run_pytest(
+        tmp_path,
+        """
+        runs = []
+
+        @pytest.fixture
+        def numbers():
+            return iter([1, 2, 3])
+
+        @pytest.mark.limit_mlx_leaks("1 MB", warmups=3)
+        def test_warmup():
+            runs.append(1)
+            assert len(runs) == 1
+
+        @pytest.mark.limit_mlx_leaks("1 MB", warmups=3)
+        def test_counts(numbers):
+            next(numbers)
+
+        @pytest.mark.limit_mlx_leaks("1 MB", warmups=0)
+        def test_once():
+            assert False
+        """,
+        "-rN",
+    )
+    # WHEN they fail
+    # THEN the report says where, and that fixtures were used before
+    assert code == 1
+    assert output.count("The test ended in warm-up 2 of 3") == 1
+    assert output.count("The test had run 3 time(s) before") == 1
+    assert "with the same fixtures" in output

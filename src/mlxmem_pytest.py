@@ -1,17 +1,21 @@
-"""Limits on MLX's memory in tests, and a table of the hungriest ones.
+"""mlxmem's plugin for pytest: limits on MLX's memory, a table of the hungriest tests.
 
-Nothing of mlxmem or MLX is loaded for a run that uses none of it.
+A module of its own, since every run of pytest loads it: nothing of mlxmem, NumPy or
+MLX is imported for a run that uses none of it.
 """
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import gc
 import inspect
 import os
+import sys
 import time
 from collections.abc import Generator, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 import pytest
 
@@ -24,12 +28,18 @@ _LINES = 10  # that a failure names
 # Of a report, also in JUnit's XML; numbers pass from xdist's workers as they are.
 _PROPERTIES = ("mlxmem_peak_bytes", "mlxmem_allocated_bytes", "mlxmem_allocations")
 
+_MEASURED = pytest.StashKey[bool]()
+
 
 @dataclass(frozen=True)
 class _Limits:
     memory: int | None = None  # bytes
     leaks: int | None = None  # bytes
     warmups: int = 1
+
+    @property
+    def runs_before(self) -> int:
+        return self.warmups if self.leaks is not None else 0
 
 
 @dataclass
@@ -120,28 +130,118 @@ def _limits(item: pytest.Item) -> _Limits:
 # Innermost, so that what other plugins make of a coroutine is a function by now.
 @pytest.hookimpl(wrapper=True, trylast=True)
 def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> Generator[None, object, object]:
-    """Run the test often enough that what is made once is made."""
+    """Measure the test function alone, after its warm-ups."""
     limits = _limits(pyfuncitem)
-    if limits.leaks is not None:
-        if limits.warmups and inspect.iscoroutinefunction(pyfuncitem.obj):
-            pytest.fail(
-                f"{_LEAKS} can't run a coroutine function before the test; write "
-                "warmups=0",
-                pytrace=False,
-            )
-        names = pyfuncitem._fixtureinfo.argnames
-        for _ in range(limits.warmups):
-            pyfuncitem.obj(**{name: pyfuncitem.funcargs[name] for name in names})
     if limits == _Limits() and not pyfuncitem.config.getoption("mlxmem"):
         return (yield)
-    return (yield from _measured_call(pyfuncitem, limits))
+    if limits.runs_before:
+        if inspect.iscoroutinefunction(pyfuncitem.obj):
+            _refuse_warmups("a coroutine function")
+        names = pyfuncitem._fixtureinfo.argnames
+        for number in range(limits.runs_before):
+            with _warmup(pyfuncitem, limits, number):
+                pyfuncitem.obj(**{name: pyfuncitem.funcargs[name] for name in names})
+    with _measuring(pyfuncitem, limits):
+        return (yield)
 
 
-def _measured_call(
-    item: pytest.Item, limits: _Limits
-) -> Generator[None, object, object]:
+@pytest.hookimpl(wrapper=True, trylast=True)
+def pytest_runtest_call(item: pytest.Item) -> Generator[None, object, object]:
+    """Measure what never comes to pytest_pyfunc_call, such as unittest's methods."""
+    limits = _limits(item)
+    if limits == _Limits() and not item.config.getoption("mlxmem"):
+        return (yield)
+    if _is_method_of_test_case(item):
+        with _measured_method(item, limits):
+            return (yield)
+    if not isinstance(item, pytest.Function):
+        if limits.runs_before:
+            _refuse_warmups(f"a {type(item).__name__}")
+        with _measuring(item, limits):
+            return (yield)
+    item.stash[_MEASURED] = False
+    result = yield
+    if limits != _Limits() and not item.stash[_MEASURED]:
+        pytest.fail(
+            "the limit on MLX's memory can't be checked, since another plugin runs "
+            f"this {type(item).__name__} in a way of its own",
+            pytrace=False,
+        )
+    return result
+
+
+def _is_method_of_test_case(item: pytest.Item) -> TypeGuard[pytest.Function]:
+    unittest = sys.modules.get("unittest")
+    if unittest is None or not isinstance(item, pytest.Function):
+        return False
+    return isinstance(getattr(item.obj, "__self__", None), unittest.TestCase)
+
+
+@contextlib.contextmanager
+def _measured_method(item: pytest.Function, limits: _Limits) -> Iterator[None]:
+    """Let unittest call a method that measures, between its setUp and tearDown."""
+    method = item.obj
+    case = method.__self__
+
+    @functools.wraps(method)
+    def measured() -> object:
+        __tracebackhide__ = True
+        for number in range(limits.runs_before):
+            with _warmup(item, limits, number):
+                method()
+        with _measuring(item, limits):
+            return method()
+
+    @functools.wraps(method)
+    async def measured_coroutine() -> object:
+        __tracebackhide__ = True
+        for number in range(limits.runs_before):
+            with _warmup(item, limits, number):
+                await method()
+        with _measuring(item, limits):
+            return await method()
+
+    # pytest hands a plain method over itself, a coroutine method unittest looks up.
+    if inspect.iscoroutinefunction(method):
+        setattr(case, item.name, measured_coroutine)
+    else:
+        item.obj = measured
+    try:
+        yield
+    finally:
+        item.obj = method
+        vars(case).pop(item.name, None)
+
+
+def _refuse_warmups(kind: str) -> None:
+    pytest.fail(
+        f"{_LEAKS} can't run {kind} before the test; write warmups=0", pytrace=False
+    )
+
+
+@contextlib.contextmanager
+def _warmup(item: pytest.Item, limits: _Limits, number: int) -> Iterator[None]:
+    """Around a run that does not count; a failure says that it was one."""
+    __tracebackhide__ = True
+    try:
+        yield
+    except BaseException:
+        item.add_report_section(
+            "call",
+            "mlxmem",
+            f"The test ended in warm-up {number + 1} of {limits.warmups}, which "
+            f"{_LEAKS} runs before what counts; with warmups=0 there is none.",
+        )
+        raise
+
+
+@contextlib.contextmanager
+def _measuring(item: pytest.Item, limits: _Limits) -> Iterator[None]:
+    """Measure what happens inside, and check it when it succeeds."""
+    __tracebackhide__ = True
     from mlxmem import recorder
 
+    item.stash[_MEASURED] = True
     _settle()
     ours = not recorder.is_enabled()
     if ours:
@@ -149,7 +249,16 @@ def _measured_call(
     session = recorder.session_number()
     start = recorder.stats()["events_recorded"]
     try:
-        result = yield
+        yield
+    except BaseException:
+        if limits.runs_before:
+            item.add_report_section(
+                "call",
+                "mlxmem",
+                f"The test had run {limits.warmups} time(s) before, as the warm-up of "
+                f"{_LEAKS}, with the same fixtures; with warmups=0 it runs once.",
+            )
+        raise
     finally:
         # A test that failed is left alone: its traceback keeps its arrays.
         kept = recorder.session_number() == session and recorder.is_enabled()
@@ -171,7 +280,6 @@ def _measured_call(
                 pytrace=False,
             )
         _check(item, limits, measured)
-    return result
 
 
 def _measure(recording: Recording, start: int) -> _Measured | None:
