@@ -246,7 +246,12 @@ def position() -> tuple[int, int]:
     Threads are numbered as by `threading.get_native_id()`.
     """
     events, us = ctypes.c_uint64(), ctypes.c_int64()
-    _native.mlxmem_position(ctypes.byref(events), ctypes.byref(us))
+    try:
+        _native.mlxmem_position(ctypes.byref(events), ctypes.byref(us))
+    except ctypes.ArgumentError:
+        # ctypes turns any error of its own checks into this; with these arguments
+        # there is one only, and programs handle it.
+        raise RecursionError("maximum recursion depth exceeded") from None
     return events.value, us.value
 
 

@@ -20,6 +20,8 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 # As many as events by default: a training loop that runs for weeks marks its steps.
 MOST = 100_000
 
+_LONGEST = 200  # characters of a name, which stands in tables and charts
+
 
 class _Open:
     """A range that has not ended."""
@@ -42,9 +44,11 @@ class _Thread:
         self.ranges: list[_Open] = []
         self.path: tuple[str, ...] = ()
         self.module = ""
+        self.dirty = False  # another thread has closed one of its ranges
 
     def apply(self) -> None:
         """Tag what the calling thread creates from now on."""
+        self.dirty = False
         ranges = self.path
         while True:
             id = _interner.intern_context((ranges, self.module))
@@ -83,7 +87,7 @@ def mark(name: str) -> None:
     Parameters
     ----------
     name : str
-        One line of text.
+        One line of text, of 200 characters at most.
 
     Raises
     ------
@@ -97,7 +101,10 @@ def mark(name: str) -> None:
     ...     train_step()
     """
     name = _check_name(name, "mark")
-    session, moment = _now(name, _local.thread)
+    thread = _local.thread
+    if thread.dirty:
+        thread.apply()
+    session, moment = _now(name, thread)
     if moment is not None:
         _book(session).marks.append(moment)
 
@@ -117,7 +124,7 @@ class annotate:  # noqa: N801 - used like a function
     Parameters
     ----------
     name : str
-        One line of text.
+        One line of text, of 200 characters at most.
 
     Raises
     ------
@@ -129,7 +136,9 @@ class annotate:  # noqa: N801 - used like a function
     A decorated coroutine function is in its range from its first step to its end. While
     it waits, so is whatever else runs on its thread: there is one nesting for each
     thread, not for each task. The same holds for a `with` block around an `await` or a
-    `yield`.
+    `yield`. When another thread closes a generator that waits in such a block, the
+    range ends there and then, but the first thread's allocations carry it until that
+    thread calls `mark`, `annotate` or a tracked module again.
 
     Examples
     --------
@@ -148,11 +157,23 @@ class annotate:  # noqa: N801 - used like a function
 
     def __enter__(self) -> annotate:
         thread = _local.thread
+        before = thread.path
         opened = _Open(self.name, self, thread)
-        _open[id(opened)] = opened
-        thread.ranges.append(opened)
-        thread.path = opened.path
-        thread.apply()
+        key = id(opened)
+        try:
+            _open[key] = opened
+            thread.ranges.append(opened)
+            thread.path = opened.path
+            thread.apply()
+        except BaseException:
+            # Near the recursion limit. Nothing is called here: that may fail as well.
+            if key in _open:
+                del _open[key]  # noqa: RUF051
+            if thread.ranges and thread.ranges[-1] is opened:
+                del thread.ranges[-1]
+            thread.path = before
+            thread.dirty = True
+            raise
         return self
 
     def __exit__(
@@ -176,6 +197,9 @@ class annotate:  # noqa: N801 - used like a function
             owner.path = tuple(each.name for each in owner.ranges)
         if owner is thread:
             thread.apply()
+        else:
+            # Only a thread itself can change what its allocations carry.
+            owner.dirty = True
         session = _interner.session_number()
         ended = _ended(opened, session)
         if ended is not None:
@@ -284,6 +308,10 @@ def _last(ranges: list[_Open], owner: annotate) -> _Open | None:
 def _check_name(name: str, who: str) -> str:
     if not isinstance(name, str):
         raise TypeError(f"{who}() takes a name, a str, not {name!r}")
+    if len(name) > _LONGEST:
+        raise ValueError(
+            f"{who}() takes a name of at most {_LONGEST} characters, not {len(name):,}"
+        )
     if not name.strip() or not name.isprintable():
         raise ValueError(f"{who}() takes a name of one printable line, not {name!r}")
     return str.__str__(name)  # of a subclass, the plain text

@@ -289,6 +289,60 @@ def test_many_threads_mark_while_somebody_reads() -> None:
         assert times == sorted(times)
 
 
+def test_a_range_that_another_thread_closes_leaves_its_owner() -> None:
+    def steps() -> Iterator[None]:
+        with mlxmem.annotate("steps"):
+            yield
+
+    for call in (
+        lambda: mlxmem.mark("next"),
+        lambda: mlxmem.annotate("next").__enter__().__exit__(None, None, None),
+        lambda: marks.enter_module(marks.enter_module("next")),
+    ):
+        with Books() as books:
+            # GIVEN a generator that waits in a range
+            waiting = steps()
+            next(waiting)
+            with ThreadPoolExecutor(1) as pool:
+                # WHEN another thread closes it
+                pool.submit(waiting.close).result()
+            # THEN the first thread leaves the range at its next call
+            call()
+            allocate()
+            assert [c for op, c in contexts(books) if op == "Full"] == [NO_CONTEXT]
+            assert paths(marks.collect()[1])[0] == ("steps",)
+
+
+# --- the recursion limit ----------------------------------------------------
+
+
+@pytest.mark.parametrize("recording", [False, True])
+def test_a_program_can_still_handle_its_recursion_errors(recording: bool) -> None:
+    @mlxmem.annotate("recurse")
+    def recurse() -> None:
+        mlxmem.mark("deeper")
+        recurse()
+
+    def deeper(frames: int) -> None:
+        if frames:
+            deeper(frames - 1)
+        else:
+            recurse()
+
+    if recording:
+        mlxmem.enable()
+    # GIVEN a function with a range that calls itself without end
+    for frames in range(24):
+        # WHEN the limit is met, each time at another place
+        with pytest.raises(RecursionError):
+            deeper(frames)
+        # THEN it is the error that Python raises, and no range stays open
+        assert not any(each.open for each in marks.collect()[1])
+        assert marks._local.thread.path == ()
+        mlxmem.mark("after")
+        assert set_context(0) == 0
+
+
 # --- sessions ---------------------------------------------------------------
 
 
@@ -419,6 +473,16 @@ def test_the_last_hundred_thousand_are_kept(monkeypatch: pytest.MonkeyPatch) -> 
 def test_what_is_no_name_is_refused(function: Callable[[str], Any], name: str) -> None:
     with pytest.raises(ValueError, match="one printable line"):
         function(name)
+
+
+@pytest.mark.parametrize("function", [mlxmem.mark, mlxmem.annotate])
+def test_a_name_has_an_end(function: Callable[[str], Any]) -> None:
+    # GIVEN the longest name
+    function("n" * 200)
+    # WHEN one is longer
+    # THEN it is refused, without being shown
+    with pytest.raises(ValueError, match=r"at most 200 characters, not 1,000,000$"):
+        function("n" * 1_000_000)
 
 
 @pytest.mark.parametrize("function", [mlxmem.mark, mlxmem.annotate])
