@@ -10,15 +10,30 @@ import _thread
 import atexit
 import contextlib
 import os
+import sys
 from collections.abc import Callable
+from typing import NamedTuple
 
 from mlxmem import _hook
 from mlxmem.events import Mark, OutOfMemory
 from mlxmem.units import format_bytes
 
 
+class _Target(NamedTuple):
+    """A file that is written when an allocation fails."""
+
+    shown: str  # as the user has given it
+    path: str
+    dump: Callable[[str], object]
+    pid: int
+
+
+_of_session: _Target | None = None
+_always: _Target | None = None
+
+
 def dump_on_failure(path: str, dump: Callable[[str], object]) -> None:
-    """Dump to `path` whenever an allocation fails from now on; the last one stays.
+    """Dump to `path` when an allocation of this session fails; the last one stays.
 
     Parameters
     ----------
@@ -26,30 +41,73 @@ def dump_on_failure(path: str, dump: Callable[[str], object]) -> None:
     dump : callable
         Writes the recording to the path that it gets.
     """
-    # A later change of the working directory must not move the file.
-    target = os.path.abspath(path)
+    global _of_session
+    _of_session = _target(path, dump)
+    _handle_failures()
 
-    def handle() -> None:
-        failed = "MLX could not allocate memory"
-        try:
-            failed = f"MLX could not allocate {format_bytes(ooms()[-1].size)}"
-            dump(target)
-            _say(f"{failed}; what was recorded until then is in {path}")
-        except KeyboardInterrupt:
-            _thread.interrupt_main()  # MLX's allocator is no place for it
-        except BaseException as error:
-            reason = f"{type(error).__name__}: {error}".rstrip(": ")
-            _say(f"{failed}, and {path} could not be written ({reason})")
 
-    _hook.set_failure_handler(handle)
-    # The interpreter takes no new threads when it ends.
-    atexit.unregister(ignore_failures)
-    atexit.register(ignore_failures)
+def always_dump_on_failure(path: str, dump: Callable[[str], object]) -> None:
+    """Dump to `path`, too, in this and every later session of this process.
+
+    Parameters
+    ----------
+    path : str
+    dump : callable
+        Writes the recording to the path that it gets.
+    """
+    global _always
+    _always = _target(path, dump)
+    _handle_failures()
 
 
 def ignore_failures() -> None:
-    """Dump no more when an allocation fails; it is noted all the same."""
-    _hook.set_failure_handler(None)
+    """Dump no more where `dump_on_failure` said so; failures are noted all the same."""
+    global _of_session
+    _of_session = None
+    if _always is None or _always.pid != os.getpid():
+        _hook.set_failure_handler(None)
+
+
+def _target(path: str, dump: Callable[[str], object]) -> _Target:
+    # A later change of the working directory must not move the file.
+    return _Target(path, os.path.abspath(path), dump, os.getpid())
+
+
+def _handle_failures() -> None:
+    _hook.set_failure_handler(_dump_all)
+    # The interpreter takes no new threads when it ends.
+    atexit.unregister(_ignore_all)
+    atexit.register(_ignore_all)
+
+
+def _ignore_all() -> None:
+    global _always
+    _always = None
+    ignore_failures()
+
+
+def _dump_all() -> None:
+    targets = {
+        target.path: target
+        for target in (_always, _of_session)
+        # A forked child must not replace its parent's file.
+        if target is not None and target.pid == os.getpid()
+    }
+    for target in targets.values():
+        _dump(target)
+
+
+def _dump(target: _Target) -> None:
+    failed = "MLX could not allocate memory"
+    try:
+        failed = f"MLX could not allocate {format_bytes(ooms()[-1].size)}"
+        target.dump(target.path)
+        _say(f"{failed}; what was recorded until then is in {target.shown}")
+    except KeyboardInterrupt:
+        _thread.interrupt_main()  # MLX's allocator is no place for it
+    except BaseException as error:
+        reason = f"{type(error).__name__}: {error}".rstrip(": ")
+        _say(f"{failed}, and {target.shown} could not be written ({reason})")
 
 
 def ooms() -> list[OutOfMemory]:
@@ -89,6 +147,8 @@ def ooms() -> list[OutOfMemory]:
 
 
 def _say(line: str) -> None:
+    if sys.__stderr__ is None:
+        return  # closed at the start: the number may be another file's by now
     # Not through sys.stderr, whose lock another thread may hold.
     with contextlib.suppress(OSError):
         os.write(2, f"mlxmem: {line}\n".encode(errors="backslashreplace"))

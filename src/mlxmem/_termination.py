@@ -1,4 +1,4 @@
-"""SIGTERM as a call that returns; see csrc/termination.h."""
+"""SIGTERM and SIGHUP as a call that returns; see csrc/termination.h."""
 
 from __future__ import annotations
 
@@ -7,26 +7,34 @@ import ctypes
 from mlxmem._hook import _native
 
 _native.mlxmem_catch_termination.restype = ctypes.c_int
-_native.mlxmem_wait_for_termination.restype = None
+_native.mlxmem_wait_for_termination.restype = ctypes.c_int
 _native.mlxmem_release_termination.restype = None
 
 
 def catch() -> bool:
-    """Let SIGTERM end `wait` instead of the process; a second one ends that.
+    """Let SIGTERM and SIGHUP end `wait` instead of the process.
+
+    The first of them does, and a second SIGTERM; a third one ends the process.
 
     Returns
     -------
     bool
-        False where SIGTERM is ignored or the program handles it.
+        False where both are ignored or the program handles them.
     """
     return bool(_native.mlxmem_catch_termination())
 
 
-def wait() -> None:
-    """Wait for a SIGTERM, without the GIL."""
-    _native.mlxmem_wait_for_termination()
+def wait() -> int:
+    """Wait for one of them, without the GIL.
+
+    Returns
+    -------
+    int
+        The number of the signal that came first.
+    """
+    return int(_native.mlxmem_wait_for_termination())
 
 
 def release() -> None:
-    """Let SIGTERM kill again, unless the program handles it by now."""
+    """Let them kill again, unless the program handles them by now."""
     _native.mlxmem_release_termination()

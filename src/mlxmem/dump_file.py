@@ -97,7 +97,7 @@ def replace(
             return target
     real = pathlib.Path(os.path.realpath(target))  # a link keeps pointing there
     # A short name: the target's may be as long as the file system allows.
-    temporary = real.with_name(f".mlxmem-{os.getpid()}-{secrets.token_hex(4)}")
+    temporary = real.with_name(_temporary_prefix() + secrets.token_hex(4))
     try:
         with open(temporary, "xb") as file:
             if mode is not None:
@@ -111,6 +111,41 @@ def replace(
             error.filename = str(target)  # the one that the caller knows
         raise
     return target
+
+
+def check_folder(path: str | os.PathLike[str]) -> None:
+    """Check, by making a file for a moment, that `replace` can write to a path.
+
+    Raises
+    ------
+    OSError
+        There can be no new file in its folder; permissions alone don't tell.
+    """
+    if os.path.exists(path) and not os.path.isfile(path):
+        return  # `replace` makes no file then
+    folder = os.path.dirname(os.path.realpath(path))
+    trial = os.path.join(folder, _temporary_prefix() + secrets.token_hex(4))
+    with open(trial, "xb"):
+        os.unlink(trial)
+
+
+def remove_partial(path: str | os.PathLike[str]) -> None:
+    """Remove what this process has half written for a path, if it can be done.
+
+    Parameters
+    ----------
+    path : str or path-like
+        What `replace` was called with.
+    """
+    folder = os.path.dirname(os.path.realpath(path))
+    with contextlib.suppress(OSError):
+        for name in os.listdir(folder):
+            if name.startswith(_temporary_prefix()):
+                os.unlink(os.path.join(folder, name))
+
+
+def _temporary_prefix() -> str:
+    return f".mlxmem-{os.getpid()}-"
 
 
 class Progress:

@@ -6,12 +6,12 @@ import _thread
 import contextlib
 import os
 import shlex
-import signal
 import sys
 from collections.abc import Mapping
 from typing import Any
 
-from mlxmem import _termination, recorder
+from mlxmem import _oom, _termination, dump_file, recorder
+from mlxmem._deferred_signals import deferred
 from mlxmem.errors import UnsupportedMLXError
 from mlxmem.units import format_bytes
 
@@ -50,8 +50,9 @@ class RunSession:
         recorder.enable(
             int(self.options["max_entries"]),
             stacks="no_stacks" not in self.options,
-            dump_on_oom=self.path,
         )
+        # Not the session's: it stays when the program begins one of its own.
+        _oom.always_dump_on_failure(self.path, recorder.dump)
         self.number = recorder.session_number()
         if self.pid != self.startup_pid:
             self._end_with_multiprocessing()
@@ -67,29 +68,34 @@ class RunSession:
         """Write the dump and say so; once in each process."""
         if os.getpid() != self.pid:
             return  # a forked child that is not followed
-        with self.lock:
-            if self.done:
-                return
-            self.done = True
-            self._write()
-        _termination.release()
+        shown = shlex.quote(self.name)
+        still = f"still writing {shown}; Ctrl-C again leaves it unwritten"
+        try:
+            with deferred(lambda: self.say(still)), self.lock:
+                if self.done:
+                    return
+                self.done = True
+                self._write(shown)
+        except KeyboardInterrupt:
+            # Perhaps of another thread, which dies with this one.
+            dump_file.remove_partial(self.path)
+            self.say(f"interrupted; {shown} was not written")
+        finally:
+            _termination.release()
 
     def say(self, text: str) -> None:
         """Write a line to stderr, unless the user wants none."""
         if "quiet" in self.options or sys.__stderr__ is None:
             return
-        with contextlib.suppress(OSError, ValueError):
+        # RuntimeError: a signal handler that interrupted another write.
+        with contextlib.suppress(OSError, ValueError, RuntimeError):
             sys.__stderr__.write(f"mlxmem: {text}\n")
             sys.__stderr__.flush()
 
-    def _write(self) -> None:
-        shown = shlex.quote(self.name)
+    def _write(self, shown: str) -> None:
         try:
             stats = recorder.stats()
             recorder.dump(self.path)
-        except KeyboardInterrupt:
-            self.say(f"interrupted; {shown} was not written")
-            return
         except Exception as error:
             # The program's exit code is its own.
             self.say(f"{shown} was not written: {error or type(error).__name__}")
@@ -103,12 +109,25 @@ class RunSession:
         self.say(f"{text}. Next: mlxmem summary {shown}")
 
     def _await_termination(self) -> None:
+        number = _termination.wait()
+        try:
+            _thread.start_new_thread(self._finish_and_die, (number,))
+        except RuntimeError:  # none are started any more when Python ends
+            self._finish_and_die(number)
         _termination.wait()
+        # Whoever asks again does not want to wait for the file.
+        dump_file.remove_partial(self.path)
+        self._die(number)
+
+    def _finish_and_die(self, number: int) -> None:
         try:
             self.finish()
         finally:
-            # The handler is gone: this kills.
-            os.kill(os.getpid(), signal.SIGTERM)
+            self._die(number)
+
+    def _die(self, number: int) -> None:
+        _termination.release()
+        os.kill(os.getpid(), number)
 
     def _before_fork(self) -> None:
         self.recording = os.getpid() == self.pid and recorder.is_enabled()

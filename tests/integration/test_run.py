@@ -471,6 +471,139 @@ def test_an_ignored_sigterm_stays_ignored(tmp_path: Path) -> None:
     assert ended.code == 0
 
 
+SLOW_DUMP = """
+import os, sys, time
+import mlxmem.recorder
+dump = mlxmem.recorder.dump
+def slow_dump(path):
+    print("dumping", flush=True)
+    half = os.path.join(os.path.dirname(path), f".mlxmem-{os.getpid()}-half")
+    open(half, "w").close()
+    for _ in range(30):
+        time.sleep(0.1)
+    os.unlink(half)
+    return dump(path)
+mlxmem.recorder.dump = slow_dump
+"""
+
+
+@contextlib.contextmanager
+def dumping(folder: Path, source: str = "") -> Iterator[subprocess.Popen[str]]:
+    """Run a program until it writes its recording, which takes three seconds."""
+    source = f"{ALLOCATE}\n{SLOW_DUMP}\n{source}\nprint('ready', flush=True)\n"
+    with running(folder, source) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "dumping\n"
+        time.sleep(0.5)
+        yield process
+
+
+def test_one_ctrl_c_does_not_lose_the_recording(tmp_path: Path) -> None:
+    # GIVEN a program that is at its end, and whose recording is being written
+    with dumping(tmp_path) as process:
+        # WHEN Ctrl-C is hit once
+        process.send_signal(signal.SIGINT)
+        _, err = process.communicate(timeout=60)
+    # THEN the file is there, and a line said how to get rid of it
+    first, second = err.splitlines()
+    assert first == (
+        "mlxmem: still writing out.pickle; Ctrl-C again leaves it unwritten"
+    )
+    assert "events, peak" in second
+    assert process.returncode == 0
+    assert allocated(tmp_path / "out.pickle") == {("program.py", 1): MEGABYTE}
+
+
+def test_a_second_ctrl_c_leaves_nothing_behind(tmp_path: Path) -> None:
+    # GIVEN a recording that is being written
+    with dumping(tmp_path) as process:
+        # WHEN Ctrl-C is hit twice
+        process.send_signal(signal.SIGINT)
+        time.sleep(0.5)
+        process.send_signal(signal.SIGINT)
+        _, err = process.communicate(timeout=60)
+    # THEN there is neither a file nor a part of one, and a line says so
+    assert err.endswith("mlxmem: interrupted; out.pickle was not written\n")
+    assert process.returncode == 0
+    assert os.listdir(tmp_path) == ["program.py"]
+
+
+def test_a_handler_that_exits_comes_after_the_recording(tmp_path: Path) -> None:
+    # GIVEN a program that ends itself at SIGTERM
+    handler = """
+def stop(*_):
+    print("stopped", flush=True)
+    sys.exit(7)
+import signal; signal.signal(signal.SIGTERM, stop)
+"""
+    with dumping(tmp_path, handler) as process:
+        # WHEN one comes while the recording is being written
+        process.send_signal(signal.SIGTERM)
+        out, err = process.communicate(timeout=60)
+    # THEN the file is there, and the handler was called
+    assert "events, peak" in err
+    assert "Traceback" not in err
+    assert (out, process.returncode) == ("stopped\n", 0)
+    assert allocated(tmp_path / "out.pickle") == {("program.py", 1): MEGABYTE}
+
+
+SLEEP = "time.sleep(1000)"
+
+
+def terminated(folder: Path, *numbers: int) -> tuple[int, str]:
+    """Send a sleeping program signals; return how it ended."""
+    source = f"{ALLOCATE}\n{SLOW_DUMP}\nprint('ready', flush=True)\n{SLEEP}\n"
+    with running(folder, source) as process:
+        for number in numbers:
+            process.send_signal(number)
+            time.sleep(0.7)
+        _, err = process.communicate(timeout=60)
+    return process.returncode, err
+
+
+@pytest.mark.parametrize("first", [signal.SIGTERM, signal.SIGHUP])
+def test_sigterm_and_sighup_together_dump_once(tmp_path: Path, first: int) -> None:
+    # GIVEN a program that sleeps
+    # WHEN its session ends, which some do with one or both signals
+    code, err = terminated(tmp_path, first, signal.SIGHUP, signal.SIGHUP)
+    # THEN it dies of the first, and the recording is there
+    assert code == -first
+    assert re.fullmatch(r"mlxmem: .* events, peak .*\n", err)
+    assert allocated(tmp_path / "out.pickle") == {("program.py", 1): MEGABYTE}
+
+
+def test_a_second_sigterm_leaves_nothing_behind(tmp_path: Path) -> None:
+    # GIVEN a program that sleeps
+    # WHEN it is terminated twice
+    code, err = terminated(tmp_path, signal.SIGTERM, signal.SIGTERM)
+    # THEN it dies at once, and there is no part of a file
+    assert (code, err) == (-signal.SIGTERM, "")
+    assert os.listdir(tmp_path) == ["program.py"]
+
+
+def test_ctrl_c_after_sigterm_waits_for_the_recording(tmp_path: Path) -> None:
+    # GIVEN a program that sleeps
+    # WHEN it is terminated, and interrupted while the recording is being written
+    code, err = terminated(tmp_path, signal.SIGTERM, signal.SIGINT)
+    # THEN it dies of one of them, and the recording is there
+    assert code in (-signal.SIGTERM, -signal.SIGINT)
+    assert err.count("events, peak") == 1
+    assert allocated(tmp_path / "out.pickle") == {("program.py", 1): MEGABYTE}
+
+
+def test_an_ignored_sighup_stays_ignored(tmp_path: Path) -> None:
+    # GIVEN a program that runs under nohup
+    source = f"{ALLOCATE}\nprint('ready', flush=True)\nimport time; {NAP[:-8]}20)]\n"
+    nohup = ["nohup", *command("-o", "out.pickle")]
+    with running(tmp_path, source, nohup) as process:
+        # WHEN its terminal closes
+        process.send_signal(signal.SIGHUP)
+        process.communicate(timeout=60)
+    # THEN it goes on to its end
+    assert process.returncode == 0
+    assert allocated(tmp_path / "out.pickle") == {("program.py", 1): MEGABYTE}
+
+
 # --- the file and the closing line -----------------------------------------
 
 
@@ -583,6 +716,50 @@ def test_what_cannot_be_done_is_refused_before_the_start(
     assert not (tmp_path / "started").exists()
 
 
+@pytest.mark.parametrize("closed", [">&-", "2>&-", "<&- >&- 2>&-"])
+def test_closed_streams(tmp_path: Path, closed: str) -> None:
+    # GIVEN a shell that closes the program's streams
+    program = script(tmp_path, f"{ALLOCATE}\nraise SystemExit(4)\n")
+    run = command("-o", "out.pickle")
+    shell = ["sh", "-c", f'exec "$@" {closed}', "sh"]
+    # WHEN it runs with and without mlxmem
+    plain = finish([*shell, sys.executable, program], tmp_path)
+    ended = finish([*shell, *run, program], tmp_path)
+    # THEN it runs as always, and is recorded
+    assert ended.code == plain.code == 4
+    assert ended.out == plain.out == ""
+    assert "Traceback" not in ended.err
+    assert allocated(tmp_path / "out.pickle") == {("program.py", 1): MEGABYTE}
+
+
+@pytest.mark.parametrize("options", [(), ("-o", "out.pickle")])
+def test_a_folder_that_takes_no_file(tmp_path: Path, options: Sequence[str]) -> None:
+    # GIVEN a folder in which nobody can make a file, whatever its permissions are
+    started = tmp_path / "started"
+    # WHEN a program is run there
+    code = f"open({str(started)!r}, 'w')"
+    ended = finish([*command(*options), "-c", code], Path("/proc"))
+    # THEN it is not started, and one line says what to do
+    assert ended.code == 2
+    assert "name another file with -o" in " ".join(ended.err.split())
+    assert "Traceback" not in ended.err
+    assert not started.exists()
+
+
+def test_children_are_not_followed_beside_a_device(tmp_path: Path) -> None:
+    # GIVEN a file that is none
+    fifo = tmp_path / "out.fifo"
+    os.mkfifo(fifo)
+    script(tmp_path, "open('started', 'w')")
+    # WHEN children are to write theirs beside it
+    run = command("--follow-children", "-o", "out.fifo")
+    ended = finish([*run, "program.py"], tmp_path)
+    # THEN the program is not started
+    assert ended.code == 2
+    assert "'out.fifo' is no plain file" in " ".join(ended.err.split())
+    assert sorted(os.listdir(tmp_path)) == ["out.fifo", "program.py"]
+
+
 @pytest.mark.parametrize("flag", ["-I", "-E"])
 def test_an_isolated_python_is_refused(tmp_path: Path, flag: str) -> None:
     # GIVEN a Python that does not read PYTHONPATH
@@ -644,6 +821,33 @@ def test_the_programs_own_calls_work(tmp_path: Path) -> None:
     assert allocated(tmp_path / "mine.pickle") == expected
     assert allocated(tmp_path / "out.pickle") == expected
     assert "began the recording anew with mlxmem.enable()" in ended.err
+
+
+@pytest.mark.parametrize("own", ["", "dump_on_oom='mine.pickle'"])
+def test_a_session_of_its_own_that_runs_out_of_memory(tmp_path: Path, own: str) -> None:
+    # GIVEN a program that begins a session, with or without a file for this case
+    program = script(
+        tmp_path,
+        f"""
+        import resource
+        {ALLOCATE}
+        import mlxmem; mlxmem.disable(); mlxmem.enable({own})
+        more = mx.zeros((500, 1000)); mx.eval(more)
+        resource.setrlimit(resource.RLIMIT_AS, (8 << 30, 8 << 30))
+        mx.eval(mx.zeros((16 << 20, 256)))
+        """,
+    )
+    # WHEN an allocation fails
+    ended = finish([*command("-o", "out.pickle"), program], tmp_path)
+    # THEN the file of the command is there, and that of the program's choice
+    assert ended.code == -signal.SIGSEGV
+    files = sorted(path.name for path in tmp_path.glob("*.pickle"))
+    assert files == (["mine.pickle", "out.pickle"] if own else ["out.pickle"])
+    for name in files:
+        assert allocated(tmp_path / name) == {("program.py", 5): 2 * MEGABYTE}
+        entries = load(tmp_path / name)["device_traces"][0]
+        assert [e["size"] for e in entries if e["action"] == "oom"] == [16 << 30]
+    assert ended.err.count("what was recorded until then is in") == len(files)
 
 
 def test_an_unsupported_mlx_runs_unrecorded(tmp_path: Path) -> None:

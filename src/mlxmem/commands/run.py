@@ -19,6 +19,7 @@ MLXMEM_RUN_PYTHONPATH  the user's own PYTHONPATH, where there is one
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import subprocess
@@ -29,7 +30,7 @@ from typing import NoReturn
 import click
 
 import mlxmem
-from mlxmem.dump_file import check_path, check_target
+from mlxmem.dump_file import check_folder, check_path, check_target
 
 _SITE = os.path.join(os.path.dirname(os.path.abspath(mlxmem.__file__)), "_site")
 _EXAMPLES = """\b
@@ -133,9 +134,9 @@ def command(
     """Run a Python program and record the memory of its MLX.
 
     Recording begins when the program imports mlx.core. The file is written when it
-    ends: normally, by an exception, by Ctrl-C or by SIGTERM, and when MLX runs out of
-    memory. The program's arguments, output and exit code are as without mlxmem; all
-    that follows SCRIPT, MODULE or CODE belongs to it.
+    ends: normally, by an exception, by Ctrl-C, SIGTERM or SIGHUP, and when MLX runs
+    out of memory. The program's arguments, output and exit code are as without
+    mlxmem; all that follows SCRIPT, MODULE or CODE belongs to it.
 
     The exit code is the program's, or 2 when it was not started.
     """
@@ -162,12 +163,20 @@ def command(
     try:
         check_path(output)
         check_target(output)
+        check_folder(output)
     except OSError as error:
         raise click.BadParameter(
-            f"{output!r} can't be written: {error.strerror}", param_hint="'-o'"
+            f"{output!r} can't be written: {error.strerror}; name another file with -o",
+            param_hint="'-o'",
         ) from None
     except ValueError as error:
         raise click.BadParameter(str(error), param_hint="'-o'") from None
+    if follow_children and os.path.exists(output) and not os.path.isfile(output):
+        raise click.BadParameter(
+            f"{output!r} is no plain file, and --follow-children writes one for each "
+            "child beside it",
+            param_hint="'-o'",
+        )
 
     flags = {
         "NO_STACKS": no_stacks,
@@ -192,8 +201,10 @@ def command(
     # An empty entry would mean the current folder.
     environment["PYTHONPATH"] = f"{_SITE}{os.pathsep}{path}" if path else _SITE
     environment.update({f"MLXMEM_RUN_{name}": v for name, v in variables.items()})
-    sys.stdout.flush()
-    sys.stderr.flush()
+    for stream in (sys.stdout, sys.stderr):
+        if stream is not None:  # closed by the one who started us
+            with contextlib.suppress(OSError, ValueError):
+                stream.flush()
     os.execve(
         sys.executable, [sys.executable, *_python_options(), *command], environment
     )
