@@ -261,7 +261,12 @@ def enter_module(path: str) -> str:
     """Let the calling thread be in a module; return the one where it was."""
     thread = _local.thread
     before, thread.module = thread.module, path
-    thread.apply()
+    try:
+        thread.apply()
+    except BaseException:  # near the recursion limit
+        thread.module = before
+        thread.dirty = True
+        raise
     return before
 
 

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import functools
+import inspect
+import os
+import threading
+import warnings
 import weakref
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -13,9 +17,39 @@ from mlxmem._module_calls import in_module
 if TYPE_CHECKING:
     import mlx.nn as nn
 
-# By id(), since a module is an unhashable dict. The weak references remove both.
-_paths: dict[int, str] = {}
-_references: dict[int, weakref.ref[Any]] = {}
+# By id(), since a module is an unhashable dict.
+_paths: dict[int, str] = {}  # what the replaced calls look up
+_tracked: dict[int, _Tracked] = {}
+# Held while handles come and go. Reentrant, since a finalizer may remove one.
+_lock = threading.RLock()
+
+
+class _Tracked:
+    """A module that lives, and its paths in the models of handles, newest last."""
+
+    def __init__(self, module: Any) -> None:
+        self.key = id(module)
+        self.by_handle: dict[object, str] = {}
+        self.reference = weakref.ref(module, self._forget)
+
+    def _forget(self, _: object) -> None:
+        # Without the lock, since it can come at any time, and in any thread. Its id
+        # may belong to another module by now.
+        if _tracked.get(self.key) is self:
+            _tracked.pop(self.key, None)
+            _paths.pop(self.key, None)
+
+    def apply(self) -> object:
+        """Let the newest path be the module's; return the module to keep it alive."""
+        module = self.reference()
+        if module is not None:
+            if self.by_handle:
+                _tracked[self.key] = self
+                _paths[self.key] = next(reversed(self.by_handle.values()))
+            else:
+                _tracked.pop(self.key, None)
+                _paths.pop(self.key, None)
+        return module
 
 
 class _Patched:
@@ -41,9 +75,9 @@ _patched: dict[type, _Patched] = {}
 class TrackedModules:
     """The handle of `track_modules`."""
 
-    def __init__(self, ids: list[int], classes: list[type]) -> None:
-        self._ids = ids
-        self._classes = classes
+    def __init__(self) -> None:
+        self._modules: list[_Tracked] = []
+        self._classes: list[_Patched] = []
 
     def __enter__(self) -> TrackedModules:
         return self
@@ -58,16 +92,53 @@ class TrackedModules:
 
     def remove(self) -> None:
         """Put everything back as it was; no effect when that is done already."""
-        ids, self._ids = self._ids, []
-        classes, self._classes = self._classes, []
-        for key in ids:
-            _forget(key)
-        for cls in classes:
-            patched = _patched[cls]
-            patched.users -= 1
-            if patched.users == 0:
-                del _patched[cls]
-                patched.restore()
+        alive = []  # until the lock is free: what dies may call anything
+        errors = []
+        with _lock:
+            modules, self._modules = self._modules, []
+            classes, self._classes = self._classes, []
+            for module in modules:
+                module.by_handle.pop(self, None)
+                alive.append(module.apply())
+            for patched in classes:
+                patched.users -= 1
+                if patched.users == 0:
+                    del _patched[patched.cls]
+                    try:
+                        patched.restore()
+                    except Exception as error:
+                        errors.append(error)
+        if errors:
+            raise errors[0]
+
+    def _add(self, modules: list[tuple[str, Any]]) -> None:
+        with _lock:
+            for path, module in modules:
+                # A __call__ can hand over to the one of its base class.
+                for cls in type(module).__mro__:
+                    self._patch(cls)
+                tracked = _tracked.get(id(module)) or _Tracked(module)
+                if self not in tracked.by_handle:
+                    tracked.by_handle[self] = path or type(module).__name__
+                    self._modules.append(tracked)
+                    tracked.apply()
+
+    def _patch(self, cls: type) -> None:
+        if not _is_patchable(cls) or any(cls is each.cls for each in self._classes):
+            return
+        patched = _patched.get(cls)
+        if patched is None:
+            try:
+                patched = _Patched(cls)
+            except Exception as error:
+                raise TypeError(
+                    f"track_modules() can't replace the __call__ of {cls!r}, which "
+                    f"refuses it ({error}); nothing was changed. Track the modules "
+                    "that are of other classes one by one"
+                ) from error
+            _patched[cls] = patched
+        patched.users += 1
+        self._classes.append(patched)
 
 
 def track_modules(model: nn.Module) -> TrackedModules:
@@ -81,7 +152,8 @@ def track_modules(model: nn.Module) -> TrackedModules:
     ----------
     model : mlx.nn.Module
         Modules that it gets later are not tracked. One that it holds in two places
-        has the path with fewer dots.
+        has the path with fewer dots, one that is part of several tracked models the
+        path in the one that was tracked last.
 
     Returns
     -------
@@ -92,7 +164,14 @@ def track_modules(model: nn.Module) -> TrackedModules:
     Raises
     ------
     TypeError
-        `model` is no module.
+        `model` is no module, or a class in it refuses a new `__call__`. Nothing was
+        changed.
+
+    Warns
+    -----
+    UserWarning
+        A `__call__` is a coroutine or generator function: its body runs when the call
+        has returned. It is left alone, and what it creates carries no path of it.
 
     Notes
     -----
@@ -114,27 +193,41 @@ def track_modules(model: nn.Module) -> TrackedModules:
     found = sorted(
         untyped.named_modules(), key=lambda each: (each[0].count("."), each[0])
     )
-    ids: list[int] = []
-    classes: dict[type, None] = {}
-    for path, module in found:
-        key = id(module)
-        if key not in _references:
-            _references[key] = weakref.ref(module, functools.partial(_forget, key))
-            _paths[key] = path or type(module).__name__
-            ids.append(key)
-        # A __call__ can hand over to the one of its base class.
-        for cls in type(module).__mro__:
-            if "__call__" in cls.__dict__ and cls not in (dict, object):
-                classes[cls] = None
-    for cls in classes:
-        if cls not in _patched:
-            _patched[cls] = _Patched(cls)
-        _patched[cls].users += 1
-    return TrackedModules(ids, list(classes))
+    later = {cls for _, module in found for cls in type(module).__mro__ if _later(cls)}
+    for name in sorted(f"{cls.__module__}.{cls.__qualname__}" for cls in later):
+        warnings.warn(
+            f"track_modules() can't tag what {name} creates: its __call__ is a "
+            "coroutine or generator function, which runs after the call has returned. "
+            "Use `with mlxmem.annotate(...):` inside it",
+            stacklevel=2,
+        )
+    handle = TrackedModules()
+    try:
+        handle._add(found)
+    except BaseException:
+        handle.remove()
+        raise
+    return handle
 
 
-def _forget(key: int, reference: object = None) -> None:
-    # Only the one that died: its id may belong to another module by now.
-    if reference is None or _references.get(key) is reference:
-        _references.pop(key, None)
-        _paths.pop(key, None)
+def _is_patchable(cls: type) -> bool:
+    return "__call__" in cls.__dict__ and cls not in (dict, object) and not _later(cls)
+
+
+def _later(cls: type) -> bool:
+    """Tell whether the body of a class's `__call__` runs after the call."""
+    call = cls.__dict__.get("__call__")
+    return (
+        inspect.iscoroutinefunction(call)
+        or inspect.isgeneratorfunction(call)
+        or inspect.isasyncgenfunction(call)
+    )
+
+
+def _forget_parent() -> None:
+    # Another thread of the parent may have held it.
+    global _lock
+    _lock = threading.RLock()
+
+
+os.register_at_fork(after_in_child=_forget_parent)

@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import gc
+import os
 import pickle
-from collections.abc import Iterator
+import sys
+import threading
+import warnings
+from collections.abc import AsyncIterator, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -61,7 +66,7 @@ def _clean() -> Iterator[None]:
     assert set_context(0) == 0
     gc.collect()
     assert modules._patched == {}
-    assert modules._paths == modules._references == {}
+    assert modules._paths == modules._tracked == {}
 
 
 @pytest.fixture
@@ -250,8 +255,188 @@ def test_a_model_that_dies_is_forgotten() -> None:
     del model
     gc.collect()
     # THEN nothing of it is left
-    assert modules._paths == modules._references == {}
+    assert modules._paths == modules._tracked == {}
     handle.remove()
+
+
+# --- several handles --------------------------------------------------------
+
+
+def test_a_part_of_two_tracked_models_has_the_newest_path(model: Model) -> None:
+    def heads() -> set[str]:
+        with Books() as books:
+            mx.eval(model(INPUT))
+            return {
+                name for name in tagged(books) if "head" in name or "Linear" in name
+            }
+
+    # GIVEN a module that is tracked alone
+    part = mlxmem.track_modules(model.head)
+    assert heads() == {"Linear"}
+    # WHEN the model that contains it is tracked, too
+    whole = mlxmem.track_modules(model)
+    # THEN it has the path in that model, also when the first handle goes
+    assert heads() == {"head"}
+    part.remove()
+    assert heads() == {"head"}
+    # AND with a newer one removed, the older one's path again
+    part = mlxmem.track_modules(model.head)
+    assert heads() == {"Linear"}
+    part.remove()
+    assert heads() == {"head"}
+    whole.remove()
+    assert heads() == set()
+
+
+def test_a_shared_part_may_outlive_one_of_its_models() -> None:
+    # GIVEN a part that two models share
+    first, second = Model(), Model()
+    first.head = first.tied = second.head
+    handles = [mlxmem.track_modules(each) for each in (second, first)]
+    # WHEN one of them dies
+    del first
+    gc.collect()
+    handles.pop().remove()
+    # THEN the other is tracked as it was
+    assert set(modules._paths.values()) == {
+        path or "Model" for path, _ in second.named_modules() if path != "tied"
+    }
+    handles.pop().remove()
+
+
+def test_threads_track_and_remove_at_once() -> None:
+    # GIVEN models of the same classes, one of them shared
+    shared = Model()
+    originals = {cls: cls.__dict__["__call__"] for cls in (Model, Block, nn.Linear)}
+    start = threading.Barrier(4)
+    interval = sys.getswitchinterval()
+
+    def work(_: int) -> None:
+        mine = Model()
+        start.wait()
+        for _ in range(100):
+            with mlxmem.track_modules(mine), mlxmem.track_modules(shared):
+                pass
+
+    sys.setswitchinterval(1e-6)
+    try:
+        with ThreadPoolExecutor(4) as pool:
+            # WHEN threads track and remove them
+            list(pool.map(work, range(4)))
+    finally:
+        sys.setswitchinterval(interval)
+    # THEN none fails, and nothing stays replaced
+    for cls, original in originals.items():
+        assert cls.__dict__["__call__"] is original
+
+
+def test_a_forked_child_does_not_wait_for_a_thread_of_its_parent(model: Model) -> None:
+    # GIVEN a thread that is tracking something
+    held, done = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        with modules._lock:
+            held.set()
+            done.wait()
+
+    holder = threading.Thread(target=hold)
+    holder.start()
+    held.wait()
+    # WHEN the process forks
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # threads and fork
+        pid = os.fork()
+    if pid == 0:
+        mlxmem.track_modules(model).remove()
+        os._exit(0)
+    status = os.waitpid(pid, 0)[1]
+    done.set()
+    holder.join()
+    # THEN the child can track
+    assert os.waitstatus_to_exitcode(status) == 0
+
+
+# --- classes that are different ---------------------------------------------
+
+
+class Refusing(type):
+    def __setattr__(cls, name: str, value: object) -> None:
+        raise AttributeError(f"{cls.__name__} is sealed")
+
+
+class Sealed(nn.Module, metaclass=Refusing):
+    def __call__(self, x: mx.array) -> mx.array:
+        return x
+
+
+def test_a_class_that_refuses_leaves_all_as_it_was(model: Model) -> None:
+    # GIVEN a model with a module of a class that can't be changed
+    original = nn.Linear.__dict__["__call__"]
+    model.sealed = Sealed()
+    # WHEN it is tracked
+    # THEN the message names the class, and nothing has changed
+    with pytest.raises(TypeError, match=r"Sealed'>, which refuses it \(Sealed is seal"):
+        mlxmem.track_modules(model)
+    assert nn.Linear.__dict__["__call__"] is original
+    assert modules._patched == modules._paths == {}
+
+
+class Coroutine(Block):
+    async def __call__(self, x: mx.array) -> mx.array:  # type: ignore[override]
+        return Block.__call__(self, x)
+
+
+class Generator(nn.Module):
+    def __call__(self, x: mx.array) -> Iterator[mx.array]:
+        yield x + 1
+
+
+class AsyncGenerator(nn.Module):
+    async def __call__(self, x: mx.array) -> AsyncIterator[mx.array]:
+        yield x + 1
+
+
+@pytest.mark.parametrize("cls", [Coroutine, Generator, AsyncGenerator])
+def test_a_call_that_runs_later_is_left_alone_with_a_warning(
+    cls: type[nn.Module],
+) -> None:
+    # GIVEN a module whose call returns before its body runs
+    original = cls.__dict__["__call__"]
+    parent = Model()
+    parent.layers = [cls(), cls()]
+    # WHEN it is tracked
+    with pytest.warns(
+        UserWarning, match=f"what {cls.__module__}.{cls.__name__} c"
+    ) as w:
+        handle = mlxmem.track_modules(parent)
+    # THEN a warning at the caller says so, once, and its class is as it was
+    assert [each.filename for each in w] == [__file__]
+    assert cls.__dict__["__call__"] is original
+    handle.remove()
+
+
+class Endless(nn.Module):
+    def __call__(self, x: mx.array) -> mx.array:
+        return self(x)
+
+
+def test_a_recursion_error_leaves_the_module() -> None:
+    def deeper(frames: int) -> None:
+        if frames:
+            deeper(frames - 1)
+        else:
+            model(INPUT)
+
+    model = Endless()
+    with Books(), mlxmem.track_modules(model):
+        # GIVEN a tracked module that calls itself without end
+        for frames in range(12):
+            # WHEN the limit is met, each time at another place
+            with pytest.raises(RecursionError):
+                deeper(frames)
+            # THEN the thread is in no module
+            mlxmem.mark("after")
+            assert set_context(0) == 0
 
 
 @pytest.mark.parametrize("bad", [None, {}, nn.Linear, "model"])
