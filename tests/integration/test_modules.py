@@ -305,29 +305,29 @@ def test_a_shared_part_may_outlive_one_of_its_models() -> None:
 
 
 def test_threads_track_and_remove_at_once() -> None:
-    # GIVEN models of the same classes, one of them shared
-    shared = Model()
-    originals = {cls: cls.__dict__["__call__"] for cls in (Model, Block, nn.Linear)}
+    # GIVEN a shared module, and a class that is replaced and put back all the time
+    shared = nn.Linear(4, 4)
+    original = nn.Linear.__dict__["__call__"]
     start = threading.Barrier(4)
     interval = sys.getswitchinterval()
 
     def work(_: int) -> None:
-        mine = Model()
+        mine = nn.Linear(4, 4)
         start.wait()
-        for _ in range(100):
-            with mlxmem.track_modules(mine), mlxmem.track_modules(shared):
-                pass
+        for _ in range(500):
+            mlxmem.track_modules(mine).remove()
+            mlxmem.track_modules(shared).remove()
 
     sys.setswitchinterval(1e-6)
     try:
         with ThreadPoolExecutor(4) as pool:
-            # WHEN threads track and remove them
+            # WHEN threads track and remove at once
             list(pool.map(work, range(4)))
     finally:
         sys.setswitchinterval(interval)
     # THEN none fails, and nothing stays replaced
-    for cls, original in originals.items():
-        assert cls.__dict__["__call__"] is original
+    assert nn.Linear.__dict__["__call__"] is original
+    assert modules._patched == modules._paths == {}
 
 
 def test_a_forked_child_does_not_wait_for_a_thread_of_its_parent(model: Model) -> None:
