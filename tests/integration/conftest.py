@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import signal
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,6 +18,11 @@ import mlx.core as mx
 from books import HAS_CPU_CACHE, Books
 
 import mlxmem
+
+# A shell that runs the tests in the background ignores Ctrl-C, and so would the
+# programs that they start and interrupt.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(autouse=True)
