@@ -341,6 +341,7 @@ def test_methods_of_unittest_are_measured(tmp_path: Path) -> None:
                     type(self).cache = allocate()
         """,
         "--mlxmem",
+        "--show-capture=no",  # asyncio logs what is slow, with its file
     )
     # WHEN they run with limits
     # THEN each is judged by what the method itself did
