@@ -12,7 +12,7 @@ BIN := $(VENV)/bin
 ASV = $(abspath $(BIN))/asv
 # What a build depends on; an edit of any of these reinstalls the package.
 SOURCES := setup.py pyproject.toml MANIFEST.in $(wildcard csrc/*.cpp csrc/*.h) \
-  $(filter-out %.so %.c %.pyc,$(wildcard src/mlxmem/*.* src/mlxmem/*/*.*))
+  $(filter-out %.so %.c %.pyc,$(wildcard src/*.py src/mlxmem/*.* src/mlxmem/*/*.*))
 CXX_FILES := $(wildcard csrc/*.cpp csrc/*.h src/mlxmem/*.h benchmarks/*.cpp)
 
 .DEFAULT_GOAL := help

@@ -11,8 +11,7 @@ import numpy as np
 from mlxmem.reports.grouping import Groups, group
 from mlxmem.reports.history import History, Ints, Mask
 from mlxmem.reports.nodes import node_rows, node_totals
-from mlxmem.reports.rows import Row, heading, moment, row_of
-from mlxmem.reports.summary import visible_totals
+from mlxmem.reports.rows import Row, heading, moment, row_of, visible_totals
 
 PARTS = 10  # steps of a recording without marks
 MOST_STEPS = 200

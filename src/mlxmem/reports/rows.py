@@ -165,3 +165,52 @@ def heading(report: str, history: History) -> Row:
         "devices": history.devices,
         "dropped": history.dropped,
     }
+
+
+def visible_totals(history: History) -> Row | None:
+    """Return live bytes at the end and what arrays show of them, None if not known."""
+    blocks = history.blocks[history.live(history.end)]
+    known = blocks[blocks["visible"] >= 0]
+    if history.nodes is None:
+        return None
+    return {
+        "live_bytes": int(known["requested"].sum()),
+        "visible_bytes": int(known["visible"].sum()),
+    }
+
+
+def call_rows(history: History) -> list[Row]:
+    """Return the calls that changed the allocator's settings, in their order."""
+    first = history.start_us
+    return [
+        {
+            "name": call.name,
+            "value": call.value,
+            "previous": call.previous,
+            "at": call.at,
+            "time_us": call.time_us - first,
+            "thread": call.thread,
+            "frames": frames_of(call.stack),
+        }
+        for call in history.calls
+    ]
+
+
+def oom_rows(history: History) -> list[Row]:
+    """Return the allocations that failed, in their order."""
+    first = history.start_us
+    return [
+        {
+            "size": oom.size,
+            "free": oom.free,
+            "active": oom.active,
+            "cache": oom.cache,
+            "at": oom.at,
+            "time_us": oom.time_us - first,
+            "thread": oom.thread,
+            "primitive": oom.primitive,
+            "message": oom.message,
+            "frames": frames_of(oom.stack),
+        }
+        for oom in history.ooms
+    ]

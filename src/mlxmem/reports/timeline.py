@@ -6,8 +6,7 @@ import numpy as np
 
 from mlxmem.reports.grouping import group
 from mlxmem.reports.history import History, Ints
-from mlxmem.reports.rows import Row, heading, moment, row_of
-from mlxmem.reports.summary import call_rows, oom_rows
+from mlxmem.reports.rows import Row, call_rows, heading, moment, oom_rows, row_of
 
 
 def timeline(
