@@ -361,6 +361,12 @@ def test_multiprocessing_starts_anew(tmp_path: Path, method: str) -> None:
 # --- signals ----------------------------------------------------------------
 
 
+def _as_from_a_terminal() -> None:
+    # Under nohup, or in the background, the tests' own process ignores these.
+    for number in (signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, signal.SIG_DFL)
+
+
 @contextlib.contextmanager
 def running(
     folder: Path, source: str, run: Sequence[str] = ()
@@ -373,6 +379,7 @@ def running(
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
+        preexec_fn=_as_from_a_terminal,
     )
     try:
         assert process.stdout is not None

@@ -166,6 +166,7 @@ def large(blocks: int, stacks: int = 1000, depth: int = 32) -> History:
         source="mlxmem",
         device=0,
         devices=1,
+        start_us=START_US,
         time_us=START_US + np.arange(count) // 4,
         kind=kind,
         active=active,
