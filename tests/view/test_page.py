@@ -268,7 +268,7 @@ def test_areas_can_be_by_any_other_key(show: Any) -> None:
         "stream": ["stream 1", "stream 0"],
         "file": ["/app/data.py", "/app/model.py"],
         "function": ["/app/data.py batches", "/app/model.py Block.__call__"],
-        "stack": [f"{DATA_LINE} (stack 3)", f"{MODEL_LINE} (stack 2)"],
+        "stack": [f"{DATA_LINE} (stack 2)", f"{MODEL_LINE} (stack 1)"],
         "line": [DATA_LINE, MODEL_LINE],
     }
 
