@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import sys
 import threading
+import time
 from pathlib import Path
 
 sys.path.insert(1, str(Path(__file__).parents[2]))
@@ -66,6 +67,10 @@ def main() -> None:
     assert sum(map(len, results.values())) > 3
     mlxmem.disable()
     results.clear()
+    # What the workers began without waiting ends when their streams get a processor.
+    until = time.monotonic() + 60
+    while settle().active != before.active and time.monotonic() < until:
+        time.sleep(0.1)
     assert settle().active == before.active, (before, read_counters())
 
     with Books() as books:
