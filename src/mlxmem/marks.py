@@ -13,6 +13,7 @@ from types import TracebackType
 from typing import Any, TypeVar, cast
 
 from mlxmem import _hook, _interner
+from mlxmem._decorating import refuse_generator
 from mlxmem.events import Mark, Range
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
@@ -213,11 +214,7 @@ class annotate:  # noqa: N801 - used like a function
         TypeError
             `func` is a generator function: its body runs after the call has returned.
         """
-        if inspect.isgeneratorfunction(func) or inspect.isasyncgenfunction(func):
-            raise TypeError(
-                f"annotate() can't decorate the generator {func.__qualname__!r}; use "
-                "`with mlxmem.annotate(...):` around the loop that consumes it"
-            )
+        refuse_generator(func, "annotate()", "mlxmem.annotate(...)")
         if inspect.iscoroutinefunction(func):
 
             @functools.wraps(func)

@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping
 from types import TracebackType
 from typing import Any, NamedTuple, TypeVar, cast
 
+from mlxmem._decorating import refuse_generator
 from mlxmem.dump_file import check_path, check_target
 from mlxmem.recorder import (
     check_options,
@@ -162,11 +163,7 @@ class record(contextlib.ContextDecorator):  # noqa: N801 - used like a function
         TypeError
             `func` is a generator function: its body runs after the call has returned.
         """
-        if inspect.isgeneratorfunction(func) or inspect.isasyncgenfunction(func):
-            raise TypeError(
-                f"record() can't decorate the generator {func.__qualname__!r}; use "
-                "`with mlxmem.record():` around the loop that consumes it"
-            )
+        refuse_generator(func, "record()", "mlxmem.record()")
         if inspect.iscoroutinefunction(func):
 
             @functools.wraps(func)

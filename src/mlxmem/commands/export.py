@@ -12,6 +12,7 @@ import click
 
 from mlxmem import dump_file
 from mlxmem.commands import _report
+from mlxmem.commands._help import examples
 from mlxmem.export import CHOICES, FORMATS, ExportError, Options, format_of
 from mlxmem.export.tables import ROWS
 from mlxmem.export.trace_events import LARGEST
@@ -26,13 +27,12 @@ _HELP = f"""Write a recording in the format of another tool.
 Formats:
 {os.linesep.join(f"  {name:<12} {kind.about}" for name, kind in FORMATS.items())}
 
-\b
-Examples:
-  mlxmem export out.pickle --format speedscope
-  mlxmem export out.pickle --format pprof --at end -o leak.pb.gz
-  mlxmem export out.pickle -o out.trace.json.gz     the name says which format
-  mlxmem export out.pickle --format collapsed -o - | flamegraph.pl > out.svg
-"""
+""" + examples(
+    "mlxmem export out.pickle --format speedscope",
+    "mlxmem export out.pickle --format pprof --at end -o leak.pb.gz",
+    "mlxmem export out.pickle -o out.trace.json.gz     the name says which format",
+    "mlxmem export out.pickle --format collapsed -o - | flamegraph.pl > out.svg",
+)
 
 
 @click.command(help=_HELP, short_help="Write the format of another tool.")

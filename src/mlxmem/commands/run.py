@@ -30,15 +30,15 @@ from typing import NoReturn
 import click
 
 import mlxmem
+from mlxmem.commands._help import examples
 from mlxmem.dump_file import check_folder, check_path, check_target
 
 _SITE = os.path.join(os.path.dirname(os.path.abspath(mlxmem.__file__)), "_site")
-_EXAMPLES = """\b
-Examples:
-  mlxmem run train.py --epochs 3
-  mlxmem run -o out.pickle --unlimited -m my_package.train --lr 0.1
-  mlxmem run -c 'import mlx.core as mx; mx.eval(mx.ones(10))'
-"""
+_EXAMPLES = examples(
+    "mlxmem run train.py --epochs 3",
+    "mlxmem run -o out.pickle --unlimited -m my_package.train --lr 0.1",
+    "mlxmem run -c 'import mlx.core as mx; mx.eval(mx.ones(10))'",
+)
 
 
 class _RunCommand(click.Command):

@@ -10,11 +10,23 @@ import click
 
 from mlxmem import dump_file
 from mlxmem.commands import _report
+from mlxmem.commands._help import examples
 from mlxmem.reports import grouping
 from mlxmem.units import format_bytes
 
+_HELP = """Show a recording in the browser.
 
-@click.command()
+The page is one HTML file that needs neither network nor server, so that it can be kept
+and passed on. All events are in it: a zoom shows more.
+
+""" + examples(
+    "mlxmem view out.pickle                          write out.html and open it",
+    "mlxmem view out.pickle -o page.html --no-open",
+    "mlxmem view out.pickle --by module              areas by nn.Module",
+)
+
+
+@click.command(help=_HELP)
 @_report.FILE
 @click.option(
     "-o",
@@ -35,17 +47,7 @@ from mlxmem.units import format_bytes
 def command(
     file: str, output: str | None, by: str, device: int | None, no_open: bool
 ) -> None:
-    """Show a recording in the browser.
-
-    The page is one HTML file that needs neither network nor server, so that it can
-    be kept and passed on. All events are in it: a zoom shows more.
-
-    \b
-    Examples:
-      mlxmem view out.pickle                          write out.html and open it
-      mlxmem view out.pickle -o page.html --no-open
-      mlxmem view out.pickle --by module              areas by nn.Module
-    """  # noqa: D301 - click wants the character itself
+    """See _HELP."""
     # Plotly takes its time to load; `mlxmem view --help` does without.
     from mlxmem.view import render
 

@@ -251,6 +251,10 @@ class History:
         """Return the reserved bytes after entry `at`."""
         return self.start_reserved if at < 0 else int(self.reserved[at])
 
+    def cache_after(self, at: int) -> int:
+        """Return the bytes that are reserved but not active after entry `at`."""
+        return max(self.reserved_after(at) - self.active_after(at), 0)
+
     def time_after(self, at: int) -> int:
         """Return microseconds from the start to entry `at`; 0 before the first."""
         return int(self.time_us[at]) - self.start_us if at >= 0 else 0
@@ -259,6 +263,14 @@ class History:
         """Tell which blocks live after entry `at`, shape (len(blocks),)."""
         mask: Mask = (self.blocks["start"] <= at) & (self.blocks["end"] > at)
         return mask
+
+    @property
+    def older(self) -> Mask:
+        """Which blocks are older than the recording, shape (len(blocks),)."""
+        older: Mask = self.blocks["start"] < 0
+        if "Before" in self.actions:
+            older |= self.blocks["action"] == self.actions.index("Before")
+        return older
 
     @property
     def dropped(self) -> int:

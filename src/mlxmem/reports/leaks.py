@@ -235,7 +235,7 @@ def _live(
     grows: Mask,
     top: int,
 ) -> list[Row]:
-    live = history.live(history.end) & ~_older(history)
+    live = history.live(history.end) & ~history.older
     blocks = history.blocks
     sizes, counts = groups.total(blocks["size"], live), groups.count(live)
     visible = groups.total(blocks["visible"], live)
@@ -255,15 +255,8 @@ def _live(
     ]
 
 
-def _older(history: History) -> Mask:
-    older: Mask = history.blocks["start"] < 0
-    if "Before" in history.actions:
-        older |= history.blocks["action"] == history.actions.index("Before")
-    return older
-
-
 def _before(history: History) -> Row:
-    mask = history.live(history.end) & _older(history)
+    mask = history.live(history.end) & history.older
     return {
         "bytes": int(history.blocks["size"][mask].sum()),
         "buffers": int(mask.sum()),

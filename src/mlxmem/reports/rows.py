@@ -107,13 +107,12 @@ def moment(history: History, at: int) -> Row:
         `active`, `reserved`, `cache` (bytes) and `after_mark` (the last mark before
         it, or None).
     """
-    active, reserved = history.active_after(at), history.reserved_after(at)
     return {
         "at": at,
         "time_us": history.time_after(at),
-        "active": active,
-        "reserved": reserved,
-        "cache": max(reserved - active, 0),
+        "active": history.active_after(at),
+        "reserved": history.reserved_after(at),
+        "cache": history.cache_after(at),
         "after_mark": mark_before(history, at),
     }
 

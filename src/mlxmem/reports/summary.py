@@ -41,9 +41,7 @@ def summary(history: History, by: str = "line", top: int = 10) -> Row:
         and what arrays show of them. `calls`, `ooms`, `marks`, `settings`.
     """
     blocks = history.blocks
-    made = blocks["start"] >= 0
-    before = _action(history, "Before")
-    made &= blocks["action"] != before
+    made = ~history.older
     freed = made & (blocks["end"] < len(history))
     live = history.live(history.end)
     reused = made & (blocks["action"] == _action(history, "AllocReuse"))

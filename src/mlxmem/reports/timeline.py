@@ -6,7 +6,7 @@ import numpy as np
 
 from mlxmem.reports.grouping import group
 from mlxmem.reports.history import History, Ints
-from mlxmem.reports.rows import Row, call_rows, heading, moment, oom_rows, row_of
+from mlxmem.reports.rows import Row, call_rows, heading, oom_rows, row_of
 
 
 def timeline(
@@ -121,7 +121,7 @@ def _steps(history: History, by: str) -> list[Row]:
                 "to_at": stop,
                 "time_us": time_us,
                 "active": history.active_after(begin - 1),
-                "cache": moment(history, begin - 1)["cache"],
+                "cache": history.cache_after(begin - 1),
                 "peak": int(inside.max()) if stop > begin else None,
                 "allocations": int(made.counts[number]),
                 "allocated_bytes": int(made.sizes[number]),
