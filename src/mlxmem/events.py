@@ -205,13 +205,36 @@ class SettingCall:
     previous : int or None
         What it was before, as MLX returned it, bytes.
     stack : sequence of Frame
-        The line of the call, outermost first.
+        The line of the call, outermost first; empty where nobody saw the call, only
+        what it changed.
+    began : int
+        How many events had been recorded when it began, dropped ones included: it
+        took effect between that and its mark.
     """
 
     mark: Mark
     value: int | None
     previous: int | None
     stack: Sequence[Frame] = ()
+    began: int = 0
+
+
+@dataclass(frozen=True)
+class AllocatorTimes:
+    """Nanoseconds inside the allocator's malloc, measured on some of its calls.
+
+    Attributes
+    ----------
+    new, reused : int
+        How many calls were measured that got memory of the system, and from the cache.
+    new_ns, reused_ns : int
+        What they took together.
+    """
+
+    new: int = 0
+    new_ns: int = 0
+    reused: int = 0
+    reused_ns: int = 0
 
 
 class Context(NamedTuple):
@@ -289,6 +312,10 @@ class Recording:
         In the order of their beginning.
     nodes : Nodes or None
         None where the nodes were not counted.
+    crossings : sequence of Mark
+        Each moment at which active rose above the memory limit.
+    times : AllocatorTimes or None
+        None where the allocator's calls can't be measured.
     """
 
     events: Records
@@ -312,6 +339,8 @@ class Recording:
     ooms: Sequence[OutOfMemory] = ()
     calls: Sequence[SettingCall] = ()
     nodes: Nodes | None = None
+    crossings: Sequence[Mark] = ()
+    times: AllocatorTimes | None = None
 
 
 @contextlib.contextmanager
