@@ -132,8 +132,11 @@ class Extras:
 
     def event_of(self, mark: Mark) -> int:
         """Return how many of the retained events came before a mark."""
+        return self._retained(mark.at)
+
+    def _retained(self, at: int) -> int:
         count = len(self._recording.events)
-        return min(max(mark.at - self._recording.dropped, 0), count)
+        return min(max(at - self._recording.dropped, 0), count)
 
     def annotations(self) -> list[Entry]:
         """Return the ranges as torch's annotations, in the order of time."""
@@ -199,6 +202,7 @@ class Extras:
             "calls": [
                 place(call.mark)
                 | {
+                    "from_at": entry_of(self._retained(call.began)),
                     "value": call.value,
                     "previous": call.previous,
                     "frames": self._frames.of(call.stack),

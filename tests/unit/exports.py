@@ -169,6 +169,8 @@ def large(blocks: int, stacks: int = 1000, depth: int = 32) -> History:
         start_us=START_US,
         time_us=START_US + np.arange(count) // 4,
         kind=kind,
+        addr=np.repeat(4096 * place, 4).astype(np.uint64),
+        size=np.repeat(rows["size"], 4),
         active=active,
         reserved=np.maximum.accumulate(active),
         start_active=0,

@@ -9,7 +9,7 @@ import pytest
 from handmade import THREAD, Heap, busy_heap, heaps, quick
 from hypothesis import given
 
-from mlxmem.events import Context, Mark as At, Range as Span
+from mlxmem.events import Action, Context, Mark as At, Range as Span, SettingCall
 from mlxmem.reports import history
 from mlxmem.reports.history import BEGINNING, History, from_snapshot
 from mlxmem.reports.reading import SnapshotError
@@ -80,6 +80,48 @@ def test_a_block_knows_whose_it_is() -> None:
     assert found.active[old["start"]] == 8192
     assert found.active[old["end"]] == 0
     assert new["end"] == len(found)
+
+
+def test_each_entry_has_its_address_and_the_bytes_of_the_whole_buffer() -> None:
+    heap = Heap()
+    first = heap.new(8192)
+    heap.free(first)
+    heap.reuse(first, requested=5000)
+    second = heap.new(64)
+    heap.free(second, Action.FreeActiveToOS)
+
+    found = read(heap)
+
+    assert (found.addr.dtype, found.size.dtype) == (np.uint64, np.int64)
+    assert [history.KINDS[kind] for kind in found.kind] == [
+        *("segment_alloc", "alloc", "free_requested", "free_completed", "alloc"),
+        *("segment_alloc", "alloc"),
+        *("free_requested", "free_completed", "segment_free"),
+    ]
+    assert found.addr.tolist() == [first] * 5 + [second] * 5
+    assert found.size.tolist() == [8192] * 5 + [64] * 5
+
+
+def test_a_call_took_effect_between_two_entries() -> None:
+    # GIVEN a call that began after the first event and was over after the second one
+    heap = Heap()
+    heap.new(100)
+    heap.new(200)
+    mark = At(2, 15, THREAD, "set_cache_limit")
+    calls = [SettingCall(mark, 0, 9, (), began=1)]
+    snapshot = build(heap.recording(calls=calls))
+
+    (call,) = from_snapshot(snapshot).calls
+
+    # THEN the second event's entries lie in between
+    assert (call.from_at, call.at) == (2, 4)
+    # AND in a file that does not know the beginning, nothing does
+    del snapshot["mlxmem"]["calls"][0]["from_at"]
+    (call,) = from_snapshot(snapshot).calls
+    assert (call.from_at, call.at) == (4, 4)
+    # AND dropped events are before the first entry
+    (call,) = read(heap, 1, calls=calls).calls
+    assert (call.from_at, call.at) == (2, 4)
 
 
 def test_marks_and_ranges_have_their_place() -> None:

@@ -113,6 +113,8 @@ def of_blocks(blocks: Any, count: int, **fields: Any) -> History:
         "start_us": BEGIN_US,
         "time_us": BEGIN_US + STEP_US * np.arange(count, dtype=np.int64),
         "kind": np.zeros(count, np.uint8),
+        "addr": np.zeros(count, np.uint64),
+        "size": np.zeros(count, np.int64),
         "active": active,
         "reserved": active,
         "start_active": start_active,

@@ -350,7 +350,7 @@ def full_history() -> History:
         marks=[Mark("step 1", 2, at(1.5), 4711)],
         spans=spans,
         ooms=[oom],
-        calls=[Call("set_cache_limit", 1, at(0.5), 4711, 32 * MIB, None, DATA)],
+        calls=[Call("set_cache_limit", 1, at(0.5), 4711, 32 * MIB, None, DATA, 1)],
         nodes=nodes,
         settings={"cache_limit": 32 * MIB, "backend": "cpu", "trace_alloc_dropped": 12},
     )

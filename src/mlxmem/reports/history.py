@@ -117,7 +117,10 @@ class Oom(NamedTuple):
 
 
 class Call(NamedTuple):
-    """A call that changed a setting of MLX's allocator; bytes, None where none."""
+    """A call that changed a setting of MLX's allocator; bytes, None where none.
+
+    It began before entry `from_at` and was over before entry `at`.
+    """
 
     name: str
     at: int
@@ -126,6 +129,7 @@ class Call(NamedTuple):
     value: int | None
     previous: int | None
     stack: Stack
+    from_at: int
 
 
 class NodeLine(NamedTuple):
@@ -176,6 +180,10 @@ class History:
         Time of each entry, microseconds since the Unix epoch; 0 where unknown.
     kind : ndarray of uint8, shape (n,)
         Place in `KINDS`; len(KINDS) for other actions.
+    addr : ndarray of uint64, shape (n,)
+        Address of each entry's block or segment, 0 where it has none.
+    size : ndarray of int64, shape (n,)
+        Its bytes; those of the whole buffer where less was asked for.
     active, reserved : ndarray of int64, shape (n,)
         Bytes after each entry.
     start_active, start_reserved : int
@@ -198,6 +206,8 @@ class History:
     start_us: int
     time_us: Ints
     kind: npt.NDArray[np.uint8]
+    addr: npt.NDArray[np.uint64]
+    size: Ints
     active: Ints
     reserved: Ints
     start_active: int
@@ -409,6 +419,8 @@ class _Reader:
             start_us=_as_int(self.extra.get("start_us", int(min(time_us, default=0)))),
             time_us=time_us,
             kind=kind,
+            addr=addr,
+            size=real,
             active=np.cumsum(change) + start_active,
             reserved=reserved + start_reserved,
             start_active=start_active,
@@ -623,7 +635,8 @@ class _Reader:
         return found
 
     def _calls(self) -> list[Call]:
-        return [
+        count = len(self.trace)
+        calls = [
             Call(
                 _word(call["name"]),
                 _as_int(call["at"]),
@@ -632,8 +645,16 @@ class _Reader:
                 None if call["value"] is None else _as_int(call["value"]),
                 None if call["previous"] is None else _as_int(call["previous"]),
                 _stack(call["frames"]),
+                _as_int(call.get("from_at", call["at"])),
             )
             for call in self.extra.get("calls", ())
+        ]
+        return [
+            call._replace(
+                at=min(max(call.at, 0), count),
+                from_at=min(max(call.from_at, 0), max(call.at, 0), count),
+            )
+            for call in calls
         ]
 
     def _find_visible(self, blocks: npt.NDArray[np.void]) -> None:
