@@ -13,7 +13,8 @@ ASV = $(abspath $(BIN))/asv
 # What a build depends on; an edit of any of these reinstalls the package.
 SOURCES := setup.py pyproject.toml MANIFEST.in $(wildcard csrc/*.cpp csrc/*.h) \
   $(filter-out %.so %.c %.pyc,$(wildcard src/*.py src/mlxmem/*.* src/mlxmem/*/*.*))
-CXX_FILES := $(wildcard csrc/*.cpp csrc/*.h src/mlxmem/*.h benchmarks/*.cpp)
+CXX_FILES := $(wildcard csrc/*.cpp csrc/*.h src/mlxmem/*.h src/mlxmem/*/*.h \
+  benchmarks/*.cpp)
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test test-matrix bench bench-commits dashboard docs docs-output \

@@ -52,11 +52,27 @@ columns = Extension(
     extra_compile_args=["-O3"],
 )
 
+cache_replay = Extension(
+    "mlxmem.cache._replay",
+    sources=["src/mlxmem/cache/_replay.pyx"],
+    depends=sorted(glob("src/mlxmem/cache/*.h")),
+    include_dirs=["src/mlxmem/cache"],
+    language="c++",
+    extra_compile_args=["-std=c++17", "-O2"],
+)
+
 setup(
     ext_modules=[
         native,
         *cythonize(
-            [columns, interner, module_calls, pickle_scan, pickle_writer],
+            [
+                cache_replay,
+                columns,
+                interner,
+                module_calls,
+                pickle_scan,
+                pickle_writer,
+            ],
             build_dir="build/cython",
             compiler_directives={"language_level": "3"},
         ),

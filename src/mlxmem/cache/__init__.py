@@ -1,0 +1,1 @@
+"""MLX's buffer cache as a model, and recordings replayed through it."""

@@ -1,0 +1,355 @@
+"""What a program asked of MLX's allocator, in the form that is replayed."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from mlxmem.cache._replay import CACHED, ROW
+from mlxmem.cache.policies import NO_LIMIT, CpuPolicy, CudaPolicy, MetalPolicy, Policy
+from mlxmem.cache.start import cache_at_start
+from mlxmem.events import Action, Recording
+from mlxmem.ledger import Ledger
+from mlxmem.reports.history import History
+
+Ints = npt.NDArray[np.int64]
+
+# Op and Call of replay.h.
+ALLOC, FREE, MAKE_BUFFER, RELEASE, EVICT, CALL_BEGINS, CALL_ENDS = range(7)
+CALLS = ("clear_cache", "set_cache_limit", "set_memory_limit")
+UNSEEN_CLEAR = len(CALLS)
+
+# Indexed by action: the op, and whether it took from the cache or gave to it.
+_OPS = np.array([ALLOC, ALLOC, MAKE_BUFFER, FREE, FREE, RELEASE, EVICT], np.uint8)
+_RECORDED = np.array([0, 1, 0, 1, 0, 0, 0], np.uint8)
+
+
+class TraceError(ValueError):
+    """A recording says nothing about MLX's cache."""
+
+
+class TracedCall(NamedTuple):
+    """A call that bears on the cache; `number` counts the recording's calls."""
+
+    number: int
+    name: str
+    value: int  # bytes
+    previous: int | None
+    began: int  # event before which it began
+    ended: int
+
+
+@dataclass(frozen=True)
+class Trace:
+    """The allocator's requests and what came of them.
+
+    Attributes
+    ----------
+    rows : ndarray of ROW, shape (n,)
+        Without allocations of 0 bytes, which no cache sees.
+    event : ndarray of int64, shape (n,)
+        Which event, or entry of a snapshot's trace, a row comes from; of a call, the
+        one before which it began or ended.
+    time_us : ndarray of int64, shape (n,)
+        Microseconds since the session began.
+    number : ndarray of int64, shape (n,)
+        Of an allocation, which block of the history (which event of the recording) it
+        is; of a call, which one of the recording's; -1 elsewhere.
+    cached : ndarray of CACHED
+        In the cache before the first row, oldest first.
+    unknown : int
+        Further cached bytes of which nothing is known but that they stayed.
+    active : int
+        Bytes in use before the first row.
+    policy : Policy
+        What it was recorded under: the backend's rules, the limits at the start.
+    dropped : int
+        Events that fell out of the ring before the first row.
+    """
+
+    rows: npt.NDArray[np.void]
+    event: Ints
+    time_us: Ints
+    number: Ints
+    cached: npt.NDArray[np.void]
+    unknown: int
+    active: int
+    policy: Policy
+    dropped: int
+
+    def __len__(self) -> int:
+        """Return the number of rows."""
+        return len(self.rows)
+
+    @property
+    def allocations(self) -> Ints:
+        """Which rows ask for memory."""
+        return np.flatnonzero(self.rows["op"] == ALLOC)
+
+
+def of_recording(recording: Recording) -> Trace:
+    """Make a trace of what the recorder holds.
+
+    Parameters
+    ----------
+    recording : Recording
+
+    Raises
+    ------
+    TraceError
+        It does not tell which MLX it was made on.
+    """
+    ledger = Ledger(recording)
+    events = recording.events
+    kept = np.flatnonzero(events["size"] > 0)
+    rows = np.zeros(len(kept), ROW)
+    action = events["action"][kept]
+    rows["address"], rows["size"] = events["addr"][kept], events["size"][kept]
+    made = action <= Action.AllocMakeBuffer
+    rows["requested"] = np.where(made, events["requested_size"][kept], 0)
+    rows["op"], rows["recorded"] = _OPS[action], _RECORDED[action]
+    place = np.full(len(events) + 1, -1, np.int64)
+    place[kept] = np.arange(len(kept))
+    owner = ledger.owner[kept]
+    freed = (rows["op"] == FREE) | (rows["op"] == RELEASE)
+    rows["owner"] = np.where(freed & (owner >= 0), place[owner], -1)
+    start = cache_at_start(ledger)
+    calls = [
+        TracedCall(
+            number,
+            call.mark.name,
+            call.value or 0,
+            call.previous,
+            call.began - recording.dropped,
+            call.mark.at - recording.dropped,
+        )
+        for number, call in enumerate(recording.calls)
+        if call.mark.name in CALLS
+    ]
+    parts = _Parts(
+        rows=rows,
+        event=kept,
+        time_us=events["timestamp_us"][kept],
+        number=np.where(made, kept, -1),
+    )
+    return _with_calls(
+        parts,
+        calls,
+        CachedParts(start.addresses, start.sizes, start.unknown),
+        ledger.start_active,
+        recording.settings,
+        recording.dropped,
+        0,
+    )
+
+
+def of_history(history: History) -> Trace:
+    """Make a trace of a snapshot.
+
+    Parameters
+    ----------
+    history : History
+        Of a file that mlxmem wrote.
+
+    Raises
+    ------
+    TraceError
+        It is PyTorch's, whose allocator works otherwise, or an older mlxmem's that does
+        not tell what was cached at the start.
+    """
+    if history.source != "mlxmem":
+        raise TraceError(
+            f"{history.name}: PyTorch wrote it, and its allocator has other rules: "
+            "the model is of MLX's cache"
+        )
+    blocks, count = history.blocks, len(history)
+    actions = list(history.actions)
+
+    def is_action(*names: str) -> npt.NDArray[np.bool_]:
+        codes = [code for code, name in enumerate(actions) if name in names]
+        return np.isin(blocks["action"], codes)
+
+    before = is_action("Before", "Lost") | (blocks["start"] < 0)
+    foreign = is_action("AllocMakeBuffer")
+    made = np.flatnonzero(~before)
+    over = np.flatnonzero(blocks["end"] < count)
+    ends = blocks["end"][over]
+    after = np.minimum(ends + 1, max(count - 1, 0))
+    closes = history.kind == _CLOSE
+    to_system = closes[after] & (history.addr[after] == blocks["addr"][over])
+    to_system &= after > ends
+    own_close = np.zeros(count, np.bool_)
+    own_close[after[to_system]] = True
+    evicted = np.flatnonzero(closes & ~own_close)
+
+    total = len(made) + len(over) + len(evicted)
+    rows = np.zeros(total, ROW)
+    first, last = slice(0, len(made)), slice(len(made), len(made) + len(over))
+    rest = slice(len(made) + len(over), total)
+    for part, chosen in ((first, made), (last, over)):
+        rows["address"][part] = blocks["addr"][chosen]
+        rows["size"][part] = blocks["size"][chosen]
+    rows["requested"][first] = blocks["requested"][made]
+    rows["op"][first] = np.where(foreign[made], MAKE_BUFFER, ALLOC)
+    rows["recorded"][first] = is_action("AllocReuse")[made]
+    rows["op"][last] = np.where(foreign[over], RELEASE, FREE)
+    rows["recorded"][last] = ~to_system & ~foreign[over]
+    rows["address"][rest] = history.addr[evicted]
+    rows["size"][rest] = history.size[evicted]
+    rows["op"][rest] = EVICT
+    number = np.full(total, -1, np.int64)
+    number[first] = made
+    event = np.concatenate([blocks["start"][made], ends, evicted])
+    order = np.argsort(event, kind="stable")
+    place_of_block = np.full(len(blocks), -1, np.int64)
+    placed = np.argsort(order)
+    place_of_block[made] = placed[first]
+    owner = np.full(total, -1, np.int64)
+    owner[last] = place_of_block[over]
+    rows["owner"] = owner
+    event = event[order]
+    beginning = int(event[0]) if total else 0
+    parts = _Parts(
+        rows[order],
+        event,
+        history.time_us[event] - history.start_us,
+        number[order],
+    )
+    calls = [
+        TracedCall(
+            index, call.name, call.value or 0, call.previous, call.from_at, call.at
+        )
+        for index, call in enumerate(history.calls)
+        if call.name in CALLS
+    ]
+    start = history.cache_at_start
+    if start is None:
+        raise TraceError(
+            f"{history.name}: it does not tell what was cached at its start; record "
+            "again with this version"
+        )
+    return _with_calls(
+        parts,
+        calls,
+        CachedParts(*start),
+        int(blocks["size"][before].sum()),
+        history.settings,
+        history.dropped,
+        beginning,
+    )
+
+
+_CLOSE = 4  # "segment_free" of history.KINDS
+
+
+class CachedParts(NamedTuple):
+    """As `start.CacheStart`."""
+
+    addresses: Any
+    sizes: Any
+    unknown: int
+
+
+class _Parts(NamedTuple):
+    rows: npt.NDArray[np.void]
+    event: Ints
+    time_us: Ints
+    number: Ints
+
+
+def _with_calls(
+    parts: _Parts,
+    calls: Sequence[TracedCall],
+    start: CachedParts,
+    active: int,
+    settings: Mapping[str, Any],
+    dropped: int,
+    beginning: int,
+) -> Trace:
+    """Put the calls among the rows, and tell under which policy it all began."""
+    count = len(parts.rows)
+    policy = policy_of(settings, calls)
+    # What was called before the oldest event has left its traces in the start.
+    inside = [call for call in calls if not dropped or call.ended > beginning]
+    for call in calls:
+        if call not in inside and call.name == "set_cache_limit":
+            policy = policy.with_limits(cache_limit=call.value)
+        elif call not in inside and call.name == "set_memory_limit":
+            policy = policy.with_limits(memory_limit=call.value)
+    extra = np.zeros(2 * len(inside), ROW)
+    key = np.zeros(2 * len(inside), np.int64)
+    event = np.zeros(2 * len(inside), np.int64)
+    number = np.zeros(2 * len(inside), np.int64)
+    for k, call in enumerate(inside):
+        pair = slice(2 * k, 2 * k + 2)
+        extra["size"][pair] = min(call.value, NO_LIMIT)
+        extra["call"][pair] = CALLS.index(call.name)
+        extra["op"][pair] = CALL_BEGINS, CALL_ENDS
+        event[pair] = min(call.began, call.ended), call.ended
+        number[pair] = call.number
+    key = np.searchsorted(parts.event, event, side="left")
+    extra["owner"] = -1
+    order = np.argsort(
+        np.concatenate([2 * np.arange(count) + 1, 2 * key]), kind="stable"
+    )
+    rows = np.concatenate([parts.rows, extra])[order]
+    placed = np.argsort(order)
+    owned = rows["owner"] >= 0
+    rows["owner"][owned] = placed[rows["owner"][owned]]
+    begins, ends = placed[count::2], placed[count + 1 :: 2]
+    rows["owner"][ends] = begins
+    times = parts.time_us[np.minimum(key, max(count - 1, 0))] if count else key * 0
+    cached = np.zeros(len(start.sizes), CACHED)
+    cached["address"], cached["size"] = start.addresses, start.sizes
+    return Trace(
+        rows=rows,
+        event=np.concatenate([parts.event, event])[order],
+        time_us=np.concatenate([parts.time_us, times])[order],
+        number=np.concatenate([parts.number, number])[order],
+        cached=cached,
+        unknown=start.unknown,
+        active=active,
+        policy=policy,
+        dropped=dropped,
+    )
+
+
+def policy_of(settings: Mapping[str, Any], calls: Sequence[TracedCall] = ()) -> Policy:
+    """Return the policy under which something was recorded, with its first limits.
+
+    Parameters
+    ----------
+    settings : mapping
+        `allocator_settings`: backend, MLX's version and the limits at the end.
+    calls : sequence of TracedCall
+        The calls since, which tell what the limits were before.
+
+    Raises
+    ------
+    TraceError
+        Backend or version are missing.
+    """
+    backend, version = settings.get("backend"), settings.get("mlx_version")
+    limits = {}
+    for name in ("cache_limit", "memory_limit"):
+        first = next((c for c in calls if c.name == f"set_{name}"), None)
+        known = settings.get(name) if first is None else first.previous
+        limits[name] = known if isinstance(known, int) and known >= 0 else None
+    policy: Policy
+    if backend == "cpu" and isinstance(version, str):
+        parts = tuple(int(part) for part in re.findall(r"\d+", version)[:2])
+        policy = CpuPolicy(has_cache=parts >= (0, 32))
+    elif backend in ("cuda", "metal"):
+        total = limits["memory_limit"] or NO_LIMIT
+        policy = CudaPolicy(total) if backend == "cuda" else MetalPolicy(total, total)
+        policy = policy.with_limits(cache_limit=policy.memory_limit)
+    else:
+        raise TraceError(
+            "the recording does not tell on which backend and version of MLX it was made"
+        )
+    return policy.with_limits(**limits)
