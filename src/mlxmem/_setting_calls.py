@@ -10,7 +10,7 @@ import functools
 import operator
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from mlxmem import _interner
@@ -25,10 +25,13 @@ NAMES = (
     "set_wired_limit",
     "reset_peak_memory",
 )
+# What these give back is the counter that they clear; MLX returns nothing.
+_CLEARED = {"clear_cache": "get_cache_memory", "reset_peak_memory": "get_peak_memory"}
 MOST = 10_000  # calls that are kept, the last ones
 
 _replaced: list[tuple[Any, str, Any, Any]] = []  # module, name, original, replacement
 _calls: deque[SettingCall] = deque(maxlen=MOST)
+_inside = threading.local()  # names of the functions that this thread is in
 
 
 def watch(mx: Any, position: Callable[[], tuple[int, int]]) -> None:
@@ -39,8 +42,8 @@ def watch(mx: Any, position: Callable[[], tuple[int, int]]) -> None:
     mx : module
         mlx.core; its submodule `metal` has aliases in some versions.
     position : callable
-        Books what the call did, and returns how many events there are and the
-        microseconds since the session began.
+        Books what happened, and returns how many events there are and the
+        microseconds since the session began. Asked before and after each call.
     """
     _calls.clear()
     if _replaced:
@@ -49,7 +52,8 @@ def watch(mx: Any, position: Callable[[], tuple[int, int]]) -> None:
         for name in NAMES:
             original = getattr(module, name, None)
             if original is not None:
-                replacement = _noted(original, name, position)
+                counter = getattr(mx, _CLEARED.get(name, ""), None)
+                replacement = _noted(original, name, counter, position)
                 setattr(module, name, replacement)
                 _replaced.append((module, name, original, replacement))
 
@@ -67,24 +71,48 @@ def collect() -> tuple[SettingCall, ...]:
     return tuple(_calls)
 
 
-def _noted(original: Any, name: str, position: Callable[[], tuple[int, int]]) -> Any:
+def _noted(
+    original: Any,
+    name: str,
+    counter: Callable[[], int] | None,
+    position: Callable[[], tuple[int, int]],
+) -> Any:
     @functools.wraps(original)
     def call(*args: Any, **kwargs: Any) -> Any:
-        previous = None
+        names = _inside.__dict__.setdefault("names", set())
+        # An alias that calls the other function is one call; and somebody may have
+        # kept this function for longer than the session.
+        if name in names or not _replaced:
+            return original(*args, **kwargs)
+        names.add(name)
         try:
-            previous = original(*args, **kwargs)
-            return previous
+            began, _ = position()
+            before = counter() if counter else None
+            returned = original(*args, **kwargs)
         finally:
-            at, time_us = position()
-            mark = Mark(at, time_us, threading.get_native_id(), name)
-            value = next(iter((*args, *kwargs.values())), None)
-            # The innermost frame is this one.
-            stack = _interner.resolve_traceback(_interner.capture_traceback()) or []
-            _calls.append(
-                SettingCall(mark, _number(value), _number(previous), tuple(stack[:-1]))
+            names.discard(name)
+        # A call that raised changed nothing, and is not here.
+        at, time_us = position()
+        # The innermost frame is this one.
+        stack = _interner.resolve_traceback(_interner.capture_traceback()) or []
+        value = 0 if name in _CLEARED else _number(next(_values(args, kwargs), None))
+        _calls.append(
+            SettingCall(
+                Mark(at, time_us, threading.get_native_id(), name),
+                value,
+                _number(before if name in _CLEARED else returned),
+                tuple(stack[:-1]),
+                began,
             )
+        )
+        return returned
 
     return call
+
+
+def _values(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[Any]:
+    yield from args
+    yield from kwargs.values()
 
 
 def _number(value: Any) -> int | None:

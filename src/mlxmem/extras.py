@@ -1,20 +1,23 @@
 """What PyTorch's snapshot format has no place for: the snapshot's key "mlxmem".
 
-Marks, ranges, failed allocations, changes of the allocator's settings, and live array
-nodes. Ranges stand in `external_annotations`, too, and in the metadata of the entries
-inside them.
+Marks, ranges, failed allocations, changes of the allocator's settings, crossings of its
+limit, what its calls take, and live array nodes. Ranges stand in
+`external_annotations`, too, and in the metadata of the entries inside them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from mlxmem.cache.start import cache_at_start
 from mlxmem.events import Mark, Range, Recording, Records, State, no_context
 from mlxmem.frames import Entry, Frames, text
+from mlxmem.ledger import Ledger
 
 FORMAT = 1  # of the key; raised when a reader must know
 Ints = npt.NDArray[np.int64]
@@ -154,7 +157,7 @@ class Extras:
                     )
         return sorted(found, key=lambda entry: entry["time_us"])
 
-    def build(self, entry_of: Callable[[int], int], final: Records) -> Entry:
+    def build(self, entry_of: Callable[[int], int], ledger: Ledger) -> Entry:
         """Return the value of the key "mlxmem".
 
         Parameters
@@ -162,8 +165,8 @@ class Extras:
         entry_of : callable
             Number of retained events before a moment -> the first entry of the trace
             that comes after it.
-        final : ndarray of RAW_BUFFER
-            The buffers that are there at the end.
+        ledger : Ledger
+            Of the recording.
 
         Returns
         -------
@@ -181,6 +184,7 @@ class Extras:
             }
 
         recording = self._recording
+        start = cache_at_start(ledger)
         return {
             "format": FORMAT,
             "start_us": recording.start_us,
@@ -209,8 +213,15 @@ class Extras:
                 }
                 for call in recording.calls
             ],
+            "crossings": [place(mark) for mark in recording.crossings],
+            "times": asdict(recording.times) if recording.times else None,
             "nodes": self._nodes(entry_of),
-            "hidden": self._hidden(final),
+            "hidden": self._hidden(ledger.final),
+            "cache_at_start": {
+                "addresses": start.addresses.tolist(),
+                "sizes": start.sizes.tolist(),
+                "unknown": start.unknown,
+            },
         }
 
     def _range(self, span: Range, place: Callable[[Mark], Entry]) -> Entry:

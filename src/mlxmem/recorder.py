@@ -7,7 +7,7 @@ import functools
 import os
 import pathlib
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, TypedDict
 
 import numpy as np
@@ -19,6 +19,7 @@ from mlxmem import (
     _library_loads,
     _oom,
     _setting_calls,
+    limits,
     marks,
     snapshot as _snapshot,
 )
@@ -27,10 +28,13 @@ from mlxmem.dump_file import check_path, check_target
 from mlxmem.errors import UnsupportedMLXError
 from mlxmem.events import (
     RAW_EVENT,
+    AllocatorTimes,
+    Mark,
     Range,
     Recording,
     Records,
     Setting,
+    SettingCall,
     decode,
     to_array,
 )
@@ -165,6 +169,8 @@ def recording() -> Recording:
         )
     totals, events, buffers = _hook.copy_session()
     named, ranges = marks.collect()
+    calls = _calls()
+    settings, crossings = _settings(totals, events, calls)
     return Recording(
         events=events,
         buffers=buffers,
@@ -180,13 +186,15 @@ def recording() -> Recording:
         max_entries=totals.max_entries,
         stacks=_stacks,
         resolve=functools.cache(_interner.resolve_traceback),
-        settings=_settings(totals),
+        settings=settings,
         context=functools.cache(_interner.resolve_context),
         marks=named,
         ranges=sorted((*ranges, *_collections.collect()), key=_begin),
-        calls=_setting_calls.collect(),
+        calls=calls,
         ooms=_oom.ooms(),
         nodes=_hook.copy_nodes(),
+        crossings=crossings,
+        times=_times(),
     )
 
 
@@ -409,15 +417,46 @@ def _attach_new_library() -> None:
         _hook.attach_new_images()
 
 
-def _settings(totals: _hook.Totals) -> dict[str, Setting]:
+def _calls() -> tuple[SettingCall, ...]:
+    calls = _setting_calls.collect()
+    changes = getattr(_hook, "limit_changes", None)
+    return limits.with_unseen(calls, changes()) if changes else calls
+
+
+def _times() -> AllocatorTimes | None:
+    times = getattr(_hook, "allocator_times", None)
+    return times() if times else None
+
+
+def _settings(
+    totals: _hook.Totals, events: Records, calls: Sequence[SettingCall]
+) -> tuple[dict[str, Setting], Sequence[Mark]]:
+    """Return the snapshot's settings, and the crossings of the memory limit."""
     mx = _import_mlx()
     get_memory_limit = getattr(mx, "get_memory_limit", None)
-    return {
+    memory_limit = get_memory_limit() if get_memory_limit else None
+    crossings, count = limits.crossings(
+        events,
+        calls,
+        active=totals.active,
+        peak=totals.peak,
+        limit=limits.limit_at_start(
+            calls, "set_memory_limit", totals.dropped, memory_limit
+        ),
+        dropped=totals.dropped,
+    )
+    settings: dict[str, Setting] = {
         "recorder": f"mlxmem {__version__}",
         "mlx_version": mx.__version__,
         "backend": _hook.backend(),
-        "memory_limit": get_memory_limit() if get_memory_limit else None,
-        "cache_limit": _hook.cache_limit(),
+        **limits.settings(
+            calls,
+            dropped=totals.dropped,
+            cache_limit=_hook.cache_limit(),
+            memory_limit=memory_limit,
+            crossing_count=count,
+        ),
         "unexplained_bytes": totals.unexplained,
         "ran_out_of_memory": _hook.ran_out_of_memory(),
     }
+    return settings, crossings

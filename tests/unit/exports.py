@@ -117,6 +117,12 @@ def snapshot() -> dict[str, Any]:
         "previous": 1 << 25,
         "frames": LOADER,
     }
+    crossing = {
+        "name": "active above the memory limit, 1.0 KiB",
+        "at": 4,
+        "time_us": START_US + 5,
+        "thread": THREAD,
+    }
     return {
         "segments": [segment(A, 1000, LAYER), segment(OLD, 200, BEFORE)],
         "device_traces": [trace],
@@ -129,6 +135,7 @@ def snapshot() -> dict[str, Any]:
             "ranges": [span],
             "ooms": [oom],
             "calls": [call],
+            "crossings": [crossing],
             "nodes": {
                 "live": 3,
                 "pending": 2,

@@ -367,6 +367,17 @@ def test_trace_has_marks_ranges_failures_and_nodes(history: History) -> None:
         "previous": 1 << 25,
         "stack": "/app/train.py:41 <module>",
     }
+    limit = by_category["limit"]
+    assert (limit["ph"], limit["name"], limit["ts"], limit["tid"]) == (
+        "i",
+        "active above the memory limit, 1.0 KiB",
+        5,
+        THREAD,
+    )
+    assert limit["args"] == {
+        "active": 1200,
+        "stack": "/app/model.py:12 Block.__call__\n/app/train.py:40 <module>",
+    }
     (nodes,) = (e for e in events if e["name"] == "array nodes")
     assert (nodes["ts"], nodes["args"]) == (8, {"pending": 4, "evaluated": 1})
     names = [e["args"]["name"] for e in events if e["name"] == "thread_name"]

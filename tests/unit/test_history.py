@@ -9,7 +9,14 @@ import pytest
 from handmade import THREAD, Heap, busy_heap, heaps, quick
 from hypothesis import given
 
-from mlxmem.events import Action, Context, Mark as At, Range as Span, SettingCall
+from mlxmem.events import (
+    Action,
+    AllocatorTimes,
+    Context,
+    Mark as At,
+    Range as Span,
+    SettingCall,
+)
 from mlxmem.reports import history
 from mlxmem.reports.history import BEGINNING, History, from_snapshot
 from mlxmem.reports.reading import SnapshotError
@@ -122,6 +129,42 @@ def test_a_call_took_effect_between_two_entries() -> None:
     # AND dropped events are before the first entry
     (call,) = read(heap, 1, calls=calls).calls
     assert (call.from_at, call.at) == (2, 4)
+
+
+def test_a_crossing_of_the_memory_limit_comes_right_after_its_block() -> None:
+    # GIVEN two allocations, of which the second one crosses the limit
+    heap = Heap()
+    heap.free(heap.new(50, stack=2))
+    heap.new(100, stack=1)
+    crossing = At(3, 25, THREAD, "active above the memory limit, 99 B")
+    snapshot = build(heap.recording(crossings=[crossing]))
+
+    found = from_snapshot(snapshot)
+
+    # THEN it is beside the marks, and names the block's line
+    assert found.marks == []
+    (mark,) = found.crossings
+    assert mark == (crossing.name, len(found), found.start_us + 25, THREAD)
+    assert found.active_after(mark.at - 1) == 100
+    assert found.made_by(mark.at - 1)[0] == ("/app/model.py", 12, "Block.__call__")
+    # AND an entry that makes no block has no line
+    assert found.made_by(mark.at - 2) == found.made_by(-1) == found.made_by(99) == ()
+    # AND a file without crossings reads
+    del snapshot["mlxmem"]["crossings"]
+    assert from_snapshot(snapshot).crossings == []
+
+
+def test_what_the_allocators_calls_take_is_kept() -> None:
+    times = AllocatorTimes(new=3, new_ns=4_000, reused=5, reused_ns=600)
+    heap = Heap()
+    heap.new(8)
+    snapshot = build(heap.recording(times=times))
+
+    assert from_snapshot(snapshot).times == times
+    snapshot["mlxmem"]["times"] = None
+    assert from_snapshot(snapshot).times is None
+    del snapshot["mlxmem"]["times"]
+    assert from_snapshot(snapshot).times is None
 
 
 def test_marks_and_ranges_have_their_place() -> None:

@@ -30,7 +30,7 @@ from mlxmem.reports.timeline import timeline
 from mlxmem.reports.tree import tree
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "json.md"
-SHARED = ("row", "moment", "frame", "nodes", "visible", "call", "oom")
+SHARED = ("row", "moment", "frame", "nodes", "visible", "call", "crossing", "oom")
 _LINE = re.compile(r"\| `([^`]+)` \| (\w+) \|")
 
 
@@ -99,6 +99,7 @@ def samples() -> dict[str, list[dict[str, Any]]]:
         resolve=resolve,
         ooms=[OutOfMemory(Mark(2, 20, THREAD, "no"), 99, 5, 4, 3, traceback_id=1)],
         calls=[SettingCall(Mark(4, 41, THREAD, "clear_cache"), 0, 9, STACKS[1])],
+        crossings=[Mark(1, 10, THREAD, "active above the memory limit, 9 B")],
         ranges=[Range(Mark(5, 50, other, "a"), Mark(9, 90, other, "a"), ("a",))],
     )
     small_one = read(two_lines(), marks=[Mark(1, 10, THREAD, "begin")])

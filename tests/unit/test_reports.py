@@ -377,9 +377,12 @@ def test_timeline_shows_steps_between_marks() -> None:
     marks = [At(1, 10, THREAD, "one"), At(4, 40, THREAD, "two")]
     other = THREAD + 1
     span = Span(At(5, 50, other, "gc"), At(6, 60, other, "gc"), ("gc",))
-    calls = [SettingCall(At(4, 41, THREAD, "set_cache_limit"), 0, 99, STACKS[1])]
+    calls = [SettingCall(At(4, 41, THREAD, "set_cache_limit"), 0, 99, STACKS[1], 3)]
+    crossings = [At(2, 20, THREAD, "active above the memory limit, 1.0 KiB")]
 
-    report = timeline(read(two_lines(), marks=marks, ranges=[span], calls=calls))
+    report = timeline(
+        read(two_lines(), marks=marks, ranges=[span], calls=calls, crossings=crossings)
+    )
 
     columns = ("name", "active", "cache", "peak", "allocated_bytes", "freed_bytes")
     assert [tuple(step[c] for c in columns) for step in report["steps"]] == [
@@ -394,6 +397,14 @@ def test_timeline_shows_steps_between_marks() -> None:
     (call,) = report["calls"]
     assert (call["name"], call["value"], call["previous"]) == ("set_cache_limit", 0, 99)
     assert call["frames"][0]["line"] == 41
+    assert call["from_at"] < call["at"]
+    (crossing,) = report["crossings"]
+    assert (crossing["name"], crossing["time_us"], crossing["thread"]) == (
+        "active above the memory limit, 1.0 KiB",
+        20,
+        THREAD,
+    )
+    assert crossing["active"] > 1024
     assert report["ranges"][0]["duration_us"] == 10
 
 

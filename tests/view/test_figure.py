@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from histories import DATA, MIB, MODEL, SPIKE, Story, busy
 
-from mlxmem.reports.history import Frame, Mark
+from mlxmem.reports.history import Call, Frame, Mark
 from mlxmem.view import figure, fragment
 
 
@@ -45,6 +45,20 @@ def test_names_are_text() -> None:
 
     assert chart.data[0].name == "/a.py:3 &lt;lambda&gt;"
     assert chart.layout.annotations[0].text == "&lt;b&gt;step&lt;/b&gt;"
+
+
+def test_calls_and_crossings_are_lines_of_other_dashes() -> None:
+    story = Story()
+    story.alloc(MIB)
+    story.alloc(MIB)
+    call = Call("clear_cache", 1, 0, 0, 0, 9, (), 1)
+    history = story.history(
+        marks=[Mark("m", 1, 0, 0)], calls=[call], crossings=[Mark("over", 2, 0, 0)]
+    )
+
+    lines = [(line.x0, line.line.dash) for line in figure(history).layout.shapes]
+
+    assert lines == [(0.5, "dot"), (0.5, "dashdot"), (1.5, "longdash")]
 
 
 def test_an_empty_history_has_a_figure() -> None:

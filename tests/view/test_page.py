@@ -351,6 +351,7 @@ def full_history() -> History:
         spans=spans,
         ooms=[oom],
         calls=[Call("set_cache_limit", 1, at(0.5), 4711, 32 * MIB, None, DATA, 1)],
+        crossings=[Mark("above the limit", 3, at(2), 4711)],
         nodes=nodes,
         settings={"cache_limit": 32 * MIB, "backend": "cpu", "trace_alloc_dropped": 12},
     )
@@ -360,10 +361,17 @@ def test_marks_ranges_failures_and_nodes_are_drawn(show: Any) -> None:
     page = show(full_history())
 
     layout = page.evaluate("() => document.getElementById('chart').layout")
-    lines = [s["x0"] for s in layout["shapes"] if s["type"] == "line"]
-    assert lines == [1.5, 3.5, 2]  # the mark, the failure, the moment
+    lines = [s for s in layout["shapes"] if s["type"] == "line"]
+    # The mark, the call, the crossing, the failure, the moment.
+    assert [(line["x0"], line["line"]["dash"]) for line in lines] == [
+        *((1.5, "dot"), (0.5, "dashdot"), (2.5, "longdash")),
+        *((3.5, "solid"), (2, "dash")),
+    ]
     texts = [note["text"] for note in layout["annotations"]]
-    assert texts == ["step 1", "failed: 16.0 GiB"]
+    assert texts == [
+        *("step 1", "set_cache_limit 32.0 MiB", "above the limit"),
+        "failed: 16.0 GiB",
+    ]
     data = page.evaluate("() => document.getElementById('chart').data")
     bars = next(trace for trace in data if trace["type"] == "bar")
     assert bars["text"] == ["step", "forward"]
@@ -383,7 +391,8 @@ def test_each_kind_of_thing_has_a_table(show: Any) -> None:
 
     assert tabs.all_inner_texts() == [
         *("By line", "Marks (1)", "Ranges (2)", "Array nodes"),
-        *("Failed allocations (1)", "Calls (1)", "Settings"),
+        *("Failed allocations (1)", "Calls (1)", "Crossings (1)"),
+        "Settings",
     ]
     rows = {}
     for place, name in enumerate(tabs.all_inner_texts()):
@@ -399,6 +408,9 @@ def test_each_kind_of_thing_has_a_table(show: Any) -> None:
     assert failed[3:7] == ["16.0 GiB", "1.0 GiB", "5.0 MiB", "0 B"]
     assert failed[7:] == ["Matmul", SPIKE_LINE, "no room"]
     assert rows["Calls (1)"][0][3:5] == ["set_cache_limit", "32.0 MiB"]
+    assert rows["Crossings (1)"] == [
+        ["3", "2.00 ms", "4,711", "7.0 MiB", "above the limit", DATA_LINE]
+    ]
     assert ["cache_limit", "32.0 MiB (33554432)"] in rows["Settings"]
 
 
@@ -408,6 +420,7 @@ def test_what_is_missing_or_failed_is_said_at_the_top(show: Any) -> None:
     assert page.locator(".notice").all_inner_texts() == [
         "12 older events fell out of the ring: the beginning is missing.",
         "An allocation of 16.0 GiB failed at entry 4.",
+        "above the limit: once, at entry 3.",
     ]
 
 

@@ -9,9 +9,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from histories import DATA, MIB, MODEL, Story, busy
+from histories import BEGIN_US, DATA, MIB, MODEL, Story, busy
 
-from mlxmem.reports.history import Frame, History
+from mlxmem.reports.history import Frame, History, Mark
 from mlxmem.view import render
 from mlxmem.view.payload import describe
 
@@ -86,6 +86,20 @@ def test_a_clock_that_steps_back_does_not_move_the_axis_back() -> None:
     _, columns = columns_of(history)
 
     assert columns["time"] == [0, 2000, 2000]
+
+
+def test_a_crossing_has_the_stack_of_its_block() -> None:
+    story = Story()
+    story.alloc(MIB)
+    mark = Mark("over", 1, BEGIN_US + 7, 4711)
+
+    description, _ = columns_of(story.history(crossings=[mark]))
+
+    (crossing,) = description["crossings"]
+    stack = crossing.pop("stack")
+    assert crossing == {"name": "over", "at": 1, "us": 7, "thread": 4711}
+    assert description["frames"][stack[0]] == MODEL[0]
+    assert stack in description["stacks"]
 
 
 def test_a_history_without_entries_or_blocks_has_a_page() -> None:

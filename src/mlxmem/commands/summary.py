@@ -55,6 +55,7 @@ def parts(report: dict[str, Any]) -> list[RenderableType]:
         ),
         render.moment("End", report["end"]),
         *render.visible(report["visible"]),
+        *render.crossing_line(report),
         *render.ooms(report["ooms"]),
     ]
     if report["peak"]["rows"]:

@@ -74,9 +74,12 @@ def parts(report: dict[str, Any]) -> list[RenderableType]:
         found += [Text(), _steps(report)]
     if report["ranges"]:
         found += [Text(), _ranges(report)]
-    calls = render.calls(report["calls"])
-    if calls:
-        found += [Text(), *calls]
+    for part in (
+        render.calls(report["calls"]),
+        render.crossings(report["crossings"]),
+    ):
+        if part:
+            found += [Text(), *part]
     return [*found, *render.ooms(report["ooms"])]
 
 

@@ -33,6 +33,8 @@ def write(
 ) -> None:
     """Write counters, marks, ranges, settings, failures and the largest blocks.
 
+    Crossings of the memory limit are among the marks.
+
     Parameters
     ----------
     history : History
@@ -111,6 +113,7 @@ def _names(history: History) -> Iterator[str]:
         yield _event("M", "process_sort_index", pid=pid, args={"sort_index": pid})
     threads = {span.thread for span in history.spans}
     threads |= {mark.thread for mark in history.marks}
+    threads |= {mark.thread for mark in history.crossings}
     threads |= {call.thread for call in history.calls}
     threads |= {oom.thread for oom in history.ooms}
     for thread in sorted(threads):
@@ -170,6 +173,19 @@ def _moments(history: History, clock: _Clock) -> Iterator[str]:
     for mark in history.marks:
         time = clock.moment(mark.at, mark.time_us)
         yield _event("i", mark.name, tid=mark.thread, ts=time, s="p", cat="mark")
+    for mark in history.crossings:
+        yield _event(
+            "i",
+            mark.name,
+            tid=mark.thread,
+            ts=clock.moment(mark.at, mark.time_us),
+            s="p",
+            cat="limit",
+            args={
+                "active": history.active_after(mark.at - 1),
+                "stack": _frames(history.made_by(mark.at - 1)),
+            },
+        )
     for span in history.spans:
         start = clock.moment(span.at, span.time_us)
         end = clock.moment(span.end_at, span.end_time_us)

@@ -11,14 +11,15 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from mlxmem import _columns
-from mlxmem.events import no_collector
+from mlxmem.cache.start import CacheStart
+from mlxmem.events import AllocatorTimes, no_collector
 from mlxmem.frames import shown, text
 from mlxmem.reports.reading import SnapshotError, load
 
@@ -194,9 +195,15 @@ class History:
         What the fields of a block count in; `actions` has those of `mlxmem.Action`,
         "Before" for what existed before the recording, or "alloc".
     marks, spans, ooms, calls : sequence of Mark, Range, Oom, Call
+    crossings : sequence of Mark
+        Where active rose above the memory limit: right after the entry that did it.
+    times : AllocatorTimes or None
+        What the allocator's calls take, None where that was not measured.
     nodes : Nodes or None
     settings : mapping
         `allocator_settings` of the snapshot.
+    cache_at_start : CacheStart or None
+        What was cached before the first entry; None where the file does not tell.
     """
 
     name: str
@@ -222,8 +229,11 @@ class History:
     spans: Sequence[Range] = ()
     ooms: Sequence[Oom] = ()
     calls: Sequence[Call] = ()
+    crossings: Sequence[Mark] = ()
+    times: AllocatorTimes | None = None
     nodes: Nodes | None = None
     settings: Mapping[str, Any] = field(default_factory=dict)
+    cache_at_start: CacheStart | None = None
 
     def __len__(self) -> int:
         """Return the number of entries."""
@@ -273,6 +283,14 @@ class History:
         """Tell which blocks live after entry `at`, shape (len(blocks),)."""
         mask: Mask = (self.blocks["start"] <= at) & (self.blocks["end"] > at)
         return mask
+
+    def made_by(self, at: int) -> Stack:
+        """Return the stack of the block that entry `at` made, () if it made none."""
+        place = int(np.searchsorted(self.blocks["start"], at))
+        if at < 0 or place == len(self.blocks) or self.blocks["start"][place] != at:
+            return ()
+        stack: Stack = self.stacks[self.blocks["stack"][place]]
+        return stack
 
     @property
     def older(self) -> Mask:
@@ -431,12 +449,15 @@ class _Reader:
             actions=self._actions.objects,
             ranges=self._ranges.objects,
             modules=self._modules.objects,
-            marks=self._marks(),
+            marks=self._marks("marks"),
             spans=self._spans(),
             ooms=self._ooms(kind),
             calls=self._calls(),
+            crossings=self._marks("crossings"),
+            times=self._times(),
             nodes=self._nodes(),
             settings=_settings(settings),
+            cache_at_start=self._cache_at_start(),
         )
 
     def _kinds(self) -> npt.NDArray[np.uint8]:
@@ -559,7 +580,7 @@ class _Reader:
                 rows.append(row)
         return np.concatenate(rows) if rows else np.zeros(0, BLOCK)
 
-    def _marks(self) -> list[Mark]:
+    def _marks(self, key: str) -> list[Mark]:
         count = len(self.trace)
         marks = [
             Mark(
@@ -568,7 +589,7 @@ class _Reader:
                 _as_int(mark["time_us"]),
                 _as_int(mark["thread"]),
             )
-            for mark in self.extra.get("marks", ())
+            for mark in self.extra.get(key, ())
         ]
         return sorted(
             (mark._replace(at=min(max(mark.at, 0), count)) for mark in marks),
@@ -656,6 +677,27 @@ class _Reader:
             )
             for call in calls
         ]
+
+    def _times(self) -> AllocatorTimes | None:
+        times = self.extra.get("times")
+        if not isinstance(times, dict):
+            return None
+        names = [field.name for field in fields(AllocatorTimes)]
+        return AllocatorTimes(**{name: _as_int(times[name]) for name in names})
+
+    def _cache_at_start(self) -> CacheStart | None:
+        start = self.extra.get("cache_at_start")
+        if not isinstance(start, dict):
+            return None
+        addresses = [_as_int(value) for value in start["addresses"]]
+        sizes = [_as_int(value) for value in start["sizes"]]
+        if len(addresses) != len(sizes):
+            raise ValueError("cache_at_start names more or fewer buffers than sizes")
+        return CacheStart(
+            np.array(addresses, np.uint64),
+            np.array(sizes, np.int64),
+            _as_int(start["unknown"]),
+        )
 
     def _find_visible(self, blocks: npt.NDArray[np.void]) -> None:
         """Fill in how much of the blocks that live at the end arrays show."""

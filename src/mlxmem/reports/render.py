@@ -17,10 +17,12 @@ from rich.table import Table
 from rich.text import Text
 from rich.tree import Tree
 
+from mlxmem.limits import UNSEEN
 from mlxmem.reports.rows import Row
 from mlxmem.units import format_bytes
 
 _TEXT_WIDTH = 40  # columns that a table's text needs beside its numbers
+_CROSSINGS = 20  # rows of the table
 _BARS = " ▁▂▃▄▅▆▇█"
 
 
@@ -224,12 +226,53 @@ def calls(rows: Sequence[Row]) -> list[RenderableType]:
             duration(r["time_us"]),
             size(r["value"]),
             size(r["previous"]),
-            Text(f"{r['name']}  {where(r['frames'])}"),
+            Text(f"{r['name']}  {where(r['frames']) or UNSEEN}"),
         )
         for r in rows
     ]
     columns = ("entry", "time", "value", "before", "call")
     return [table("Settings", columns, cells)]
+
+
+def crossings(rows: Sequence[Row]) -> list[RenderableType]:
+    """Return the table of moments at which active rose above the memory limit."""
+    if not rows:
+        return []
+    cells: list[Sequence[Any]] = [
+        (
+            count(r["at"]),
+            duration(r["time_us"]),
+            size(r["active"]),
+            Text(f"{r['name']}  {where(r['frames'])}"),
+        )
+        for r in rows[:_CROSSINGS]
+    ]
+    if len(rows) > _CROSSINGS:
+        note = f"... {len(rows) - _CROSSINGS:,} more, which --json has"
+        cells.append(("", "", "", Text(note, style="dim")))
+    columns = ("entry", "time", "active", "mark")
+    return [table("Above the memory limit", columns, cells)]
+
+
+def crossing_line(report: Row) -> list[RenderableType]:
+    """Return how often active rose above the memory limit, and where first."""
+    rows = report["crossings"]
+    if not rows:
+        return []
+    first = rows[0]
+    # The file has no more than the first ones.
+    found = report["settings"].get("limit_crossings")
+    if type(found) is not int:
+        found = len(rows)
+    times = "once" if found == 1 else f"{count(found)} times, first"
+    line = Text("Above the memory limit: ", style="bold yellow")
+    line.append(
+        f"{times} after {duration(first['time_us'])} (entry {count(first['at'])}), "
+        f"{size(first['active'])} {first['name']}, at "
+        + (where(first["frames"]) or "no stack"),
+        style="not bold",
+    )
+    return [line]
 
 
 def ooms(rows: Sequence[Row]) -> list[RenderableType]:

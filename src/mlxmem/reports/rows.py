@@ -186,12 +186,29 @@ def call_rows(history: History) -> list[Row]:
             "name": call.name,
             "value": call.value,
             "previous": call.previous,
+            "from_at": call.from_at,
             "at": call.at,
             "time_us": call.time_us - first,
             "thread": call.thread,
             "frames": frames_of(call.stack),
         }
         for call in history.calls
+    ]
+
+
+def crossing_rows(history: History) -> list[Row]:
+    """Return where active rose above the memory limit, in their order."""
+    first = history.start_us
+    return [
+        {
+            "name": mark.name,
+            "at": mark.at,
+            "time_us": mark.time_us - first,
+            "thread": mark.thread,
+            "active": history.active_after(mark.at - 1),
+            "frames": frames_of(history.made_by(mark.at - 1)),
+        }
+        for mark in history.crossings
     ]
 
 

@@ -8,6 +8,7 @@ from mlxmem.reports.nodes import node_rows, node_totals
 from mlxmem.reports.rows import (
     Row,
     call_rows,
+    crossing_rows,
     heading,
     largest,
     live_rows,
@@ -38,7 +39,8 @@ def summary(history: History, by: str = "line", top: int = 10) -> Row:
         were freed again), each row with `bytes` allocated, `buffers`, `freed_bytes`,
         `live_bytes`. `primitives`, `threads`, `streams`: such rows, by allocated
         bytes. `nodes` (None where not counted) with `rows`. `visible`: live bytes,
-        and what arrays show of them. `calls`, `ooms`, `marks`, `settings`.
+        and what arrays show of them. `calls`, `crossings` (of the memory limit),
+        `ooms`, `marks`, `settings`.
     """
     blocks = history.blocks
     made = ~history.older
@@ -72,6 +74,7 @@ def summary(history: History, by: str = "line", top: int = 10) -> Row:
     report["nodes"] = totals and totals | {"rows": node_rows(history, top, by)}
     report["visible"] = visible_totals(history)
     report["calls"] = call_rows(history)
+    report["crossings"] = crossing_rows(history)
     report["ooms"] = oom_rows(history)
     report["marks"] = len(history.marks)
     report["settings"] = dict(history.settings)

@@ -6,7 +6,14 @@ import numpy as np
 
 from mlxmem.reports.grouping import group
 from mlxmem.reports.history import History, Ints
-from mlxmem.reports.rows import Row, call_rows, heading, oom_rows, row_of
+from mlxmem.reports.rows import (
+    Row,
+    call_rows,
+    crossing_rows,
+    heading,
+    oom_rows,
+    row_of,
+)
 
 
 def timeline(
@@ -37,7 +44,7 @@ def timeline(
         by the range in which they were freed), `most_freed` and `most_allocated`:
         the row of the group with most bytes, or None. `ranges`: with `path`, `at`,
         `end_at`, `time_us`, `duration_us`, `thread`, `allocated_bytes`, `peak`.
-        `calls`, `ooms`: as in the summary.
+        `calls`, `crossings`, `ooms`: as in the summary.
     """
     report = heading("timeline", history)
     report |= {
@@ -47,6 +54,7 @@ def timeline(
         "steps": _steps(history, by),
         "ranges": _ranges(history),
         "calls": call_rows(history),
+        "crossings": crossing_rows(history),
         "ooms": oom_rows(history),
     }
     return report

@@ -275,7 +275,28 @@ class Chart {
     return layout;
   }
 
-  /** What stands across the chart: marks, failures, the moment, a block's life. */
+  /** Moments that have a line and, as far as there is room, a name. */
+  moments() {
+    const { model } = this;
+    const calls = model.calls.map(({ at, us, name, value }) => {
+      const size = value === null || /^(clear|reset)/.test(name) ? "" : formatBytes(value);
+      return { at, us, name: `${name} ${size}`.trim() };
+    });
+    return [
+      { moments: model.marks, color: "--mark", dash: "dot", y: 1, anchor: "bottom", letters: 20 },
+      { moments: calls, color: "--call", dash: "dashdot", y: 0.88, anchor: "top", letters: 30 },
+      {
+        moments: model.crossings,
+        color: "--limit",
+        dash: "longdash",
+        y: 0.82,
+        anchor: "top",
+        letters: 50,
+      },
+    ];
+  }
+
+  /** What stands across the chart: moments, failures, the one chosen, a block's life. */
   shapes() {
     const { axis, model } = this;
     const [x0, x1] = this.window;
@@ -290,13 +311,15 @@ class Chart {
       line: { color, width, dash },
     });
     const shapes = [];
-    const marks = model.marks.map((mark) => axis.between(mark.at, mark.us));
-    // Lines closer than a pixel would paint the chart over.
-    let last = -Infinity;
-    for (const x of marks) {
-      if (x < x0 || x > x1 || x - last < (x1 - x0) / 400) continue;
-      shapes.push(upright(x, colour("--mark"), 1, "dot"));
-      last = x;
+    for (const { moments, color, dash } of this.moments()) {
+      // Lines closer than a pixel would paint the chart over.
+      let last = -Infinity;
+      for (const { at, us } of moments) {
+        const x = axis.between(at, us);
+        if (x < x0 || x > x1 || x - last < (x1 - x0) / 400) continue;
+        shapes.push(upright(x, colour(color), 1, dash));
+        last = x;
+      }
     }
     for (const oom of model.ooms) {
       shapes.push(upright(axis.between(oom.at, oom.us), colour("--oom"), 2, "solid"));
@@ -338,19 +361,28 @@ class Chart {
       bgcolor: colour("--veil"),
     });
     const notes = [];
-    let last = -Infinity;
-    for (const mark of model.marks) {
-      const x = axis.between(mark.at, mark.us);
-      const near = x - last < (x1 - x0) / 14;
-      if (x < x0 || x > x1 || near || notes.length >= MOST_NAMES) continue;
-      notes.push(label(x, clip(mark.name, 20), colour("--mark"), 1, "bottom"));
-      last = x;
+    const inside = (note) => {
+      if (note.x > x0 + 0.8 * (x1 - x0)) note.xanchor = "right";
+      return note;
+    };
+    for (const { moments, color, y, anchor, letters } of this.moments()) {
+      let last = -Infinity;
+      let count = 0;
+      for (const { at, us, name } of moments) {
+        const x = axis.between(at, us);
+        // Long names need more room.
+        const near = x - last < ((x1 - x0) * letters) / 280;
+        if (x < x0 || x > x1 || near || count >= MOST_NAMES) continue;
+        const note = label(x, clip(name, letters), colour(color), y, anchor);
+        notes.push(anchor === "top" ? inside(note) : note);
+        last = x;
+        count++;
+      }
     }
     for (const oom of model.ooms.slice(0, MOST_NAMES)) {
       const x = axis.between(oom.at, oom.us);
       const text = `failed: ${formatBytes(oom.size)}`;
-      const note = label(x, text, colour("--oom"), 0.94, "top");
-      if (x > x0 + 0.8 * (x1 - x0)) note.xanchor = "right";
+      const note = inside(label(x, text, colour("--oom"), 0.94, "top"));
       if (x >= x0 && x <= x1) notes.push(note);
     }
     return notes;

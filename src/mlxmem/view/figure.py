@@ -93,6 +93,10 @@ def figure(
             line={"width": 1, "dash": "dot"},
             annotation={"text": _plain(_shorten(mark.name)), "font": {"size": 10}},
         )
+    lines = [(call.at, "dashdot") for call in history.calls[:40]]
+    lines += [(mark.at, "longdash") for mark in history.crossings[:40]]
+    for at, dash in lines:
+        chart.add_vline(at - 0.5, line={"width": 1, "dash": dash})
     for oom in history.ooms:
         chart.add_vline(oom.at - 0.5, line={"width": 2, "color": "#d0021b"})
     ticks = _ticks(max(history.reserved_peak, history.peak, 1))

@@ -59,6 +59,13 @@ class Page {
       const size = formatBytes(oom.size);
       notices.push(`An allocation of ${size} failed at entry ${formatCount(oom.at)}.`);
     }
+    if (model.crossings.length) {
+      const [first] = model.crossings;
+      const all = model.settings.find((row) => row.name === "limit_crossings")?.value;
+      const many = all ?? model.crossings.length; // the file has the first ones
+      const times = many > 1 ? `${formatCount(many)} times, first` : "once,";
+      notices.push(`${first.name}: ${times} at entry ${formatCount(first.at)}.`);
+    }
     if (!model.entries) notices.push("There is no entry in this recording.");
     byId("notices").replaceChildren(
       ...notices.map((text) => el("p", { class: "notice" }, text)),

@@ -140,6 +140,16 @@ def describe(history: History, by: str = "line") -> tuple[Json, bytes]:
             }
             for c in history.calls
         ],
+        "crossings": [
+            {
+                "name": m.name,
+                "at": m.at,
+                "us": m.time_us - begin,
+                "thread": m.thread,
+                "stack": names.places(history.made_by(m.at - 1)),
+            }
+            for m in history.crossings
+        ],
         "rangeNames": list(history.ranges),
         "nodes": _nodes(history, names, begin),
         "settings": _settings(history.settings),

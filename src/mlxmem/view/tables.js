@@ -1,6 +1,8 @@
 /** Tables that sort and filter. */
 
 const MOST_ROWS = 300;
+// As limits.py has it.
+const UNSEEN = "by a call that was not seen: C++ code, or a reference from before enable()";
 
 /**
  * A table with a filter above it.
@@ -236,10 +238,24 @@ function tablesOf(model, { key, entry, onMoment }) {
           textColumn("call", (row) => row.name),
           { ...bytesColumn("value", (row) => row.value ?? -1), show: knownBytes },
           { ...bytesColumn("before", (row) => row.previous ?? -1), show: knownBytes },
-          textColumn("line", (row) => lineText(model, row.stack)),
+          textColumn("line", (row) => (row.stack.length ? lineText(model, row.stack) : UNSEEN)),
         ],
         model.calls,
         { caption: "calls", onRow: (row) => onMoment(at(row)) },
+      ),
+    );
+  }
+  if (model.crossings.length) {
+    tables.set(`Crossings (${model.crossings.length})`, () =>
+      sortedTable(
+        [
+          ...when,
+          bytesColumn("active", (row) => model.activeAt(at(row))),
+          textColumn("crossing", (row) => row.name),
+          textColumn("line", (row) => lineText(model, row.stack)),
+        ],
+        model.crossings,
+        { caption: "crossings", onRow: (row) => onMoment(at(row)) },
       ),
     );
   }
