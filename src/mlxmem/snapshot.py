@@ -234,7 +234,7 @@ class _Builder:
             "device_traces": [trace],
             "allocator_settings": settings,
             "external_annotations": self._extras.annotations(),
-            "mlxmem": self._extras.build(self._entry_of, self.ledger.final),
+            "mlxmem": self._extras.build(self._entry_of, self.ledger),
         }
 
     def common(self) -> list[str | tuple[int, ...]]:
