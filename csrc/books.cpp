@@ -8,7 +8,10 @@
 
 namespace mlxmem {
 
-void Books::start(uint64_t max_entries, const Counters& counters) {
+void Books::start(
+    uint64_t max_entries,
+    const Counters& counters,
+    const Limits& limits) {
   clock_.start();
   log_.reset(max_entries);
   table_.clear();
@@ -17,11 +20,21 @@ void Books::start(uint64_t max_entries, const Counters& counters) {
   totals_.now.peak = counters.active;
   totals_.at_start = counters;
   totals_.max_entries = max_entries;
+  limit_changes_.start(limits);
   unknown_cached_ = counters.cache;
   totals_.start_us = clock_ns(CLOCK_REALTIME) / 1000;
   start_ns_ = monotonic_ns();
   last_ns_ = start_ns_;
   ++session_;
+}
+
+void Books::note_limits(const Limits& limits, uint64_t time_ns) {
+  Position position = position_at(time_ns ? time_ns : clock_.now_ns());
+  LimitChange moment = {};
+  moment.event = position.events;
+  moment.timestamp_us = position.us;
+  moment.thread_id = current_thread_id();
+  limit_changes_.note(limits, moment);
 }
 
 void Books::observe_cache(uint64_t cache) {
@@ -77,7 +90,7 @@ bool Books::is_starting() const {
   return monotonic_ns() - start_ns_ < 5000000000ull;
 }
 
-void Books::allocated(
+Action Books::allocated(
     uint64_t address,
     uint64_t size,
     uint64_t requested_size,
@@ -107,6 +120,7 @@ void Books::allocated(
     totals_.now.cache -= size;
   }
   allocated_as(action, slot, size, requested_size, origin);
+  return action;
 }
 
 void Books::made_buffer(uint64_t address, uint64_t size, const Origin& origin) {

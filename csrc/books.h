@@ -14,6 +14,7 @@
 #include "clock.h"
 #include "event.h"
 #include "event_log.h"
+#include "limit_changes.h"
 #include "mlx_counters.h"
 
 namespace mlxmem {
@@ -50,7 +51,8 @@ struct Position {
 
 class Books {
  public:
-  void start(uint64_t max_entries, const Counters& counters);
+  void
+  start(uint64_t max_entries, const Counters& counters, const Limits& limits);
 
   // Active bytes as MLX counts them while no call of its allocator is under
   // way. They move without the books only by calls that were inside the
@@ -68,9 +70,16 @@ class Books {
   // The cache gave a buffer back to the operating system.
   void left_cache(const CacheReturn& buffer);
 
+  // MLX's limits as they are; time_ns: since when at the latest, 0: now.
+  void observe_limits(const Limits& limits, uint64_t time_ns = 0) {
+    if (limit_changes_.is_new(limits)) {
+      note_limits(limits, time_ns);
+    }
+  }
+
   // The allocator handed out a buffer; from_cache: how many bytes left the
-  // cache for it.
-  void allocated(
+  // cache for it. Tells whether it was AllocNew or AllocReuse.
+  Action allocated(
       uint64_t address,
       uint64_t size,
       uint64_t requested_size,
@@ -111,8 +120,14 @@ class Books {
   // Where the log stands now, for what is noted beside it: no later event has a
   // lower number or an earlier time.
   Position position() {
-    last_ns_ = std::max(last_ns_, clock_.now_ns());
-    return {log_.next(), static_cast<int64_t>((last_ns_ - start_ns_) / 1000)};
+    return position_at(clock_.now_ns());
+  }
+  // Nanoseconds of the events' clock, for what is measured.
+  uint64_t now_ns() {
+    return clock_.now_ns();
+  }
+  const LimitChanges& limit_changes() const {
+    return limit_changes_;
   }
   Totals totals() const;
   // The retained events, oldest first, and the buffers that are there now but
@@ -121,6 +136,11 @@ class Books {
   std::vector<Event> older_buffers() const;
 
  private:
+  Position position_at(uint64_t ns) {
+    last_ns_ = std::max(last_ns_, ns);
+    return {log_.next(), static_cast<int64_t>((last_ns_ - start_ns_) / 1000)};
+  }
+  [[gnu::cold]] void note_limits(const Limits& limits, uint64_t time_ns);
   void allocated_as(
       Action action,
       uint32_t slot,
@@ -143,6 +163,7 @@ class Books {
   EventLog log_;
   BufferTable table_;
   Totals totals_;
+  LimitChanges limit_changes_;
   uint64_t unknown_cached_ = 0; // bytes cached before the session began
   uint64_t start_ns_ = 0; // CLOCK_MONOTONIC
   uint64_t last_ns_ = 0; // of the last event: the log never runs backwards

@@ -42,26 +42,39 @@ inline bool went_to_cache(
       after.bytes + (after.returned - before.returned) == before.bytes + size;
 }
 
-// Books the buffers that the cache gave back since the last time. Throws
-// std::bad_alloc.
+// Notes limits that changed since the last look. Throws std::bad_alloc.
+inline void book_limits(Books& books) {
+  Limits limits;
+  if (mlx_counters.peek_limits(&limits)) {
+    books.observe_limits(limits);
+  }
+}
+
+// Books the buffers that the cache gave back since the last time, after the
+// limit that made it do so. Throws std::bad_alloc.
 void book_cache_returns(Books& books);
 
 // Books what left the cache: what was noted there where it can be noted, else
 // what the counter tells. Throws std::bad_alloc.
 inline void book_cache(Books& books, const CacheState& state) {
   if (!originals.notes_cache_returns) {
+    book_limits(books);
     books.observe_cache(state.bytes);
   } else if (has_cache_returns()) {
     book_cache_returns(books);
   }
 }
 
-inline void book_before(Books& books, const CacheState& state) {
+// Inlined by force: it runs at every allocation and free.
+[[gnu::always_inline]] inline void book_before(
+    Books& books,
+    const CacheState& state) {
   // On CUDA active bytes may wait to be bound.
   if (!originals.allocates_unseen) {
     books.observe_active(mlx_counters.active());
   }
-  book_cache(books, state);
+  book_cache(books, state); // which looks at the limits if anything left it
+  book_limits(books);
 }
 
 } // namespace mlxmem

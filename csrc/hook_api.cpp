@@ -10,6 +10,7 @@
 #include "attach.h"
 #include "cache_returns.h"
 #include "image.h"
+#include "originals.h"
 #include "primitive_names.h"
 #include "probes.h"
 #include "session.h"
@@ -197,6 +198,33 @@ size_t mlxmem_copy_failures(FailedAllocation* out, size_t capacity) {
     return MLXMEM_OK;
   });
   return n;
+}
+
+size_t mlxmem_copy_limit_changes(LimitChange* out, size_t capacity) {
+  size_t n = 0;
+  guarded(nullptr, 0, [&] {
+    auto changes = copy_limit_changes();
+    n = changes.size();
+    std::copy_n(changes.begin(), std::min(n, capacity), out);
+    return MLXMEM_OK;
+  });
+  return n;
+}
+
+void mlxmem_limits_at_start(int64_t* cache_limit, int64_t* memory_limit) {
+  auto limits = limits_at_start();
+  *cache_limit = limits.cache;
+  *memory_limit = limits.memory;
+}
+
+int mlxmem_allocator_times(mlxmem_times* out) {
+  auto times = allocator_times();
+  *out = {
+      times.got_new.count,
+      times.got_new.ns,
+      times.reused.count,
+      times.reused.ns};
+  return !originals.allocates_unseen;
 }
 
 void mlxmem_set_failure_handler(

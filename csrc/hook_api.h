@@ -7,6 +7,7 @@
 #include <cstdint>
 
 #include "event.h"
+#include "limit_changes.h"
 #include "live_nodes.h"
 #include "node_samples.h"
 #include "out_of_memory.h"
@@ -50,6 +51,11 @@ struct mlxmem_nodes {
   void* owner; // for mlxmem_free_nodes; null: nothing is known of the nodes
 };
 
+struct mlxmem_times {
+  uint64_t got_new, got_new_ns; // calls that were measured, nanoseconds
+  uint64_t reused, reused_ns;
+};
+
 struct mlxmem_word {
   uint64_t address, original, replacement;
 };
@@ -89,6 +95,16 @@ MLXMEM_API void mlxmem_set_failure_handler(
     void (*handle)(const mlxmem::FailedAllocation*),
     void* (*current_state)(void),
     void* (*own_state)(void));
+// Writes up to capacity of the changes of MLX's limits in the session, the last
+// ones and the oldest first, and returns how many there are.
+MLXMEM_API size_t
+mlxmem_copy_limit_changes(mlxmem::LimitChange* out, size_t capacity);
+// The limits in bytes when the session began, -1 where they are not known.
+MLXMEM_API void mlxmem_limits_at_start(
+    int64_t* cache_limit,
+    int64_t* memory_limit);
+// What the allocator's malloc took in the session. 0: calls of it go unseen.
+MLXMEM_API int mlxmem_allocator_times(mlxmem_times* out);
 // nullptr beyond the last primitive.
 MLXMEM_API const char* mlxmem_primitive_name(uint32_t id);
 

@@ -5,15 +5,6 @@
 
 namespace mlxmem {
 
-namespace {
-
-uint64_t word(const char* object, size_t offset) {
-  return __atomic_load_n(
-      reinterpret_cast<const uint64_t*>(object + offset), __ATOMIC_RELAXED);
-}
-
-} // namespace
-
 void MlxCounters::bind(
     void* allocator,
     const char* allocator_class,
@@ -33,8 +24,8 @@ void MlxCounters::bind(
   }
   // Before 0.32.0 there is no cache, and the words lie elsewhere: peak where
   // active is looked for, which are equal at first.
-  has_cache_ = knows_layout() &&
-      word(cpu_allocator_, abi::kCpuPageSize) == abi::kCpuPageSizeValue;
+  has_cache_ =
+      knows_layout() && word(abi::kCpuPageSize) == abi::kCpuPageSizeValue;
   if (!has_cache_) {
     return;
   }
@@ -48,9 +39,9 @@ void MlxCounters::bind(
 
 bool MlxCounters::knows_layout() const {
   auto fits = [this] {
-    return word(cpu_allocator_, abi::kCpuMemoryLimit) == memory_limit_() &&
-        word(cpu_allocator_, abi::kCpuActiveMemory) == active_.ask() &&
-        word(cpu_allocator_, abi::kCpuPeakMemory) == peak_.ask();
+    return word(abi::kCpuMemoryLimit) == memory_limit_() &&
+        word(abi::kCpuActiveMemory) == active_.ask() &&
+        word(abi::kCpuPeakMemory) == peak_.ask();
   };
   if (!cpu_allocator_ || !memory_limit_) {
     return false;
@@ -90,8 +81,12 @@ void** MlxCounters::cache_free_word() const {
 int64_t MlxCounters::cache_limit() const {
   // Without a cache, before 0.32.0, other members lie here.
   return has_cache_ && knows_layout()
-      ? static_cast<int64_t>(word(cpu_allocator_, abi::kCpuCacheLimit))
+      ? static_cast<int64_t>(word(abi::kCpuCacheLimit))
       : -1;
+}
+
+int64_t MlxCounters::ask_memory_limit() const {
+  return memory_limit_ ? static_cast<int64_t>(memory_limit_()) : -1;
 }
 
 } // namespace mlxmem

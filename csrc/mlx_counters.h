@@ -15,6 +15,12 @@ struct Counters {
   uint64_t peak = 0;
 };
 
+// MLX's limits, which anybody may set.
+struct Limits {
+  uint64_t cache = 0; // bytes
+  uint64_t memory = 0;
+};
+
 // A counter of MLX: its function, and where it is known the word that the
 // function returns. The word is read instead once it has proved itself, since
 // the functions take locks or come by many calls.
@@ -100,7 +106,25 @@ class MlxCounters {
   // The cache limit in bytes, -1 where it can't be told.
   int64_t cache_limit() const;
 
+  // The limits as they are, with the books locked. False where the words that
+  // hold them are not known.
+  bool peek_limits(Limits* out) const {
+    if (!has_cache_) {
+      return false;
+    }
+    *out = {word(abi::kCpuCacheLimit), word(abi::kCpuMemoryLimit)};
+    return true;
+  }
+  // The memory limit in bytes by MLX's function, -1 where it has none.
+  int64_t ask_memory_limit() const;
+
  private:
+  // Of the CPU's allocator.
+  uint64_t word(size_t offset) const {
+    return __atomic_load_n(
+        reinterpret_cast<const uint64_t*>(cpu_allocator_ + offset),
+        __ATOMIC_RELAXED);
+  }
   bool mutex_is_free() const {
     return __atomic_load_n(mutex_word_, __ATOMIC_ACQUIRE) == 0;
   }

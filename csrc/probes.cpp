@@ -43,6 +43,7 @@ struct ThreadState {
   uint32_t released_session = 0;
   void* last_allocated = nullptr;
   uint64_t frees_at_allocation = 0;
+  uint32_t allocations = 0; // of more than 0 bytes
   uint32_t since_sample = 0; // events and nodes that came or went
   bool in_allocator = false;
 };
@@ -217,6 +218,19 @@ void note_bound_buffer(const void* array, void* buffer) {
 
 namespace {
 
+// One of the thread's allocations whose time is to be measured.
+bool is_time_due(size_t size) {
+  return size && ++thread.allocations % AllocatorTimes::kInterval == 0;
+}
+
+void* timed_malloc(void* self, size_t size, uint64_t* ns) {
+  uint64_t before = session.books.now_ns();
+  void* buffer = originals.malloc(self, size);
+  uint64_t after = session.books.now_ns();
+  *ns = after > before ? after - before : 0; // the clock may step back
+  return buffer;
+}
+
 void* recorded_malloc(void* self, size_t size, const Origin& origin) {
   AllocatorScope scope;
   if (!is_recording()) {
@@ -224,7 +238,10 @@ void* recorded_malloc(void* self, size_t size, const Origin& origin) {
   }
   CacheState before = read_cache_state();
   book([&](Books& books) { book_before(books, before); });
-  void* buffer = originals.malloc(self, size);
+  bool measured = is_time_due(size);
+  uint64_t ns = 0;
+  void* buffer =
+      measured ? timed_malloc(self, size, &ns) : originals.malloc(self, size);
   if (!buffer && size && is_recording()) {
     mlx_counters.leave_out(mlx_counters.active() - session.books.peek_active());
   }
@@ -236,12 +253,15 @@ void* recorded_malloc(void* self, size_t size, const Origin& origin) {
       if (originals.notes_cache_returns) {
         book_cache(books, after);
       }
-      books.allocated(
+      Action action = books.allocated(
           address_of(buffer),
           real_size,
           size,
           taken_between(before, after),
           origin);
+      if (measured) {
+        session.times.add(action == Action::AllocReuse, ns);
+      }
       book_cache(books, after);
     });
     remember_allocated(buffer);

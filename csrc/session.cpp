@@ -2,6 +2,7 @@
 
 #include <time.h>
 
+#include <algorithm>
 #include <cstdio>
 
 #include "cache_state.h"
@@ -40,6 +41,10 @@ Counters settled_counters() {
     counters = again;
   }
   return counters;
+}
+
+int64_t saturated(uint64_t limit) {
+  return static_cast<int64_t>(std::min<uint64_t>(limit, INT64_MAX));
 }
 
 // Throws std::bad_alloc.
@@ -95,7 +100,13 @@ void start_session(uint64_t max_entries) {
   session.position = Position();
   Counters counters = settled_counters();
   drop_cache_returns(); // of before
-  session.books.start(max_entries, counters);
+  Limits limits;
+  session.limits_at_start = {-1, mlx_counters.ask_memory_limit()};
+  if (mlx_counters.peek_limits(&limits)) {
+    session.limits_at_start = {
+        saturated(limits.cache), saturated(limits.memory)};
+  }
+  session.books.start(max_entries, counters, limits);
   session.number.store(session.books.session());
   auto& registry = session.registries_[session.books.session() % 2];
   registry.clear(session.books.session());
@@ -104,6 +115,7 @@ void start_session(uint64_t max_entries) {
   session.kept_nodes.reset();
   session.node_samples.clear();
   session.failures.clear();
+  session.times = AllocatorTimes();
   session.recording.store(true, std::memory_order_release);
   take_node_sample();
 }
@@ -151,6 +163,9 @@ std::unique_ptr<NodesCopy> copy_nodes() {
 
 Position session_position() {
   std::lock_guard<AdaptiveMutex> lock(session.mutex);
+  if (is_recording()) {
+    book(book_limits);
+  }
   take_node_sample(); // a mark shows the nodes of its moment
   return session_position_locked();
 }
@@ -211,6 +226,21 @@ std::vector<FailedAllocation> copy_failures() {
     copy.push_back(session.failures[i]);
   }
   return copy;
+}
+
+std::vector<LimitChange> copy_limit_changes() {
+  std::lock_guard<AdaptiveMutex> lock(session.mutex);
+  return session.books.limit_changes().copy();
+}
+
+LimitsAtStart limits_at_start() {
+  std::lock_guard<AdaptiveMutex> lock(session.mutex);
+  return session.limits_at_start;
+}
+
+AllocatorTimes allocator_times() {
+  std::lock_guard<AdaptiveMutex> lock(session.mutex);
+  return session.times;
 }
 
 void lock_books() {

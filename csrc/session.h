@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "adaptive_mutex.h"
+#include "allocator_times.h"
 #include "books.h"
 #include "live_nodes.h"
 #include "node_registry.h"
@@ -24,6 +25,12 @@ struct NodesCopy {
   std::vector<NodeSample> samples;
 };
 
+// Bytes, -1: not known.
+struct LimitsAtStart {
+  int64_t cache = -1;
+  int64_t memory = -1;
+};
+
 struct Session {
   std::atomic<bool> recording{false};
   std::atomic<uint32_t> number{0};
@@ -34,6 +41,8 @@ struct Session {
   Position position; // when it was last asked for, or at the end
   NodeSamples node_samples;
   FailedAllocations failures;
+  AllocatorTimes times;
+  LimitsAtStart limits_at_start;
 
   // Nodes of the session. They are seen to go until the words are restored, so
   // they are read before that, and kept.
@@ -103,6 +112,12 @@ bool note_failure(
     FailedAllocation* out);
 // Throws std::bad_alloc.
 std::vector<FailedAllocation> copy_failures();
+
+// Throws std::bad_alloc.
+std::vector<LimitChange> copy_limit_changes();
+LimitsAtStart limits_at_start();
+
+AllocatorTimes allocator_times();
 
 // Around fork(): no other thread holds the books in the child, and the child
 // has no session.

@@ -16,6 +16,7 @@ from mlxmem.events import (
     RAW_EVENT,
     RAW_NODE,
     RAW_NODE_SAMPLE,
+    AllocatorTimes,
     Nodes,
     Records,
 )
@@ -43,6 +44,18 @@ RAW_FAILURE = np.dtype(
     ]
 )
 _MOST_FAILURES = 64
+# A change of one of MLX's limits, of which 0 is the cache's and 1 the memory's; bytes.
+RAW_LIMIT_CHANGE = np.dtype(
+    [
+        ("at", "u8"),
+        ("timestamp_us", "i8"),
+        ("previous", "u8"),
+        ("value", "u8"),
+        ("thread_id", "u4"),
+        ("which", "u4"),
+    ]
+)
+_MOST_LIMIT_CHANGES = 10_000
 _FAILURE_HANDLER = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
 _failure_handler: Callable[[], None] | None = None
 _c_failure_handler: Any = None
@@ -87,6 +100,15 @@ class _Nodes(ctypes.Structure):
         ("n_samples", ctypes.c_uint64),
         ("samples", ctypes.c_void_p),
         ("owner", ctypes.c_void_p),
+    ]
+
+
+class _Times(ctypes.Structure):
+    _fields_ = [
+        ("new", ctypes.c_uint64),
+        ("new_ns", ctypes.c_uint64),
+        ("reused", ctypes.c_uint64),
+        ("reused_ns", ctypes.c_uint64),
     ]
 
 
@@ -154,6 +176,9 @@ def _load() -> ctypes.CDLL:
         ("copy_nodes", ctypes.c_int, [ctypes.POINTER(_Nodes)]),
         ("free_nodes", None, [ctypes.POINTER(_Nodes)]),
         ("copy_failures", ctypes.c_size_t, [ctypes.c_void_p, ctypes.c_size_t]),
+        ("copy_limit_changes", ctypes.c_size_t, [ctypes.c_void_p, ctypes.c_size_t]),
+        ("limits_at_start", None, [ctypes.POINTER(ctypes.c_int64)] * 2),
+        ("allocator_times", ctypes.c_int, [ctypes.POINTER(_Times)]),
         ("set_failure_handler", None, [ctypes.c_void_p] * 3),
         ("primitive_name", ctypes.c_char_p, [ctypes.c_uint32]),
         ("attach_new_images", ctypes.c_int64, text),
@@ -341,6 +366,56 @@ def copy_failures() -> Records:
     failures = np.zeros(_MOST_FAILURES, RAW_FAILURE)
     n = _native.mlxmem_copy_failures(failures.ctypes.data, len(failures))
     return failures[: min(n, len(failures))]
+
+
+def limit_changes() -> Records:
+    """Return the last changes of MLX's limits in the session, oldest first.
+
+    They are seen by value at each allocation and free, and whenever the session is
+    asked for its position or its events. So they are seen whoever makes them, by a
+    thread that need not be theirs; a limit that is set and set back in between is not.
+    No change lies after the events of the buffers that it made the cache return.
+
+    Returns
+    -------
+    ndarray of RAW_LIMIT_CHANGE, shape (n,)
+        Empty where MLX does not show its limits.
+    """
+    changes = np.zeros(_MOST_LIMIT_CHANGES, RAW_LIMIT_CHANGE)
+    n = _native.mlxmem_copy_limit_changes(changes.ctypes.data, len(changes))
+    return changes[: min(n, len(changes))]
+
+
+def limits_at_start() -> tuple[int | None, int | None]:
+    """Return MLX's cache limit and memory limit when the session began.
+
+    Returns
+    -------
+    cache_limit, memory_limit : int or None
+        Bytes; None where MLX does not show it, and before any session.
+    """
+    cache, memory = ctypes.c_int64(), ctypes.c_int64()
+    _native.mlxmem_limits_at_start(ctypes.byref(cache), ctypes.byref(memory))
+    return (
+        cache.value if cache.value >= 0 else None,
+        memory.value if memory.value >= 0 else None,
+    )
+
+
+def allocator_times() -> AllocatorTimes | None:
+    """Return what MLX's allocator took for the session's allocations.
+
+    Every 16th allocation of a thread is measured, without those of 0 bytes.
+
+    Returns
+    -------
+    AllocatorTimes or None
+        None where not every allocation can be seen while it is made: on CUDA.
+    """
+    times = _Times()
+    if not _native.mlxmem_allocator_times(ctypes.byref(times)):
+        return None
+    return AllocatorTimes(times.new, times.new_ns, times.reused, times.reused_ns)
 
 
 def set_failure_handler(handler: Callable[[], None] | None) -> None:
