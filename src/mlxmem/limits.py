@@ -26,7 +26,12 @@ _NO_LIMIT = 2**63 - 1
 
 
 def limit_at_start(
-    calls: Iterable[SettingCall], name: str, dropped: int, end: int | None
+    calls: Iterable[SettingCall],
+    name: str,
+    *,
+    dropped: int,
+    begin: int | None,
+    end: int | None,
 ) -> int | None:
     """Return what a limit was at the first retained event.
 
@@ -39,15 +44,18 @@ def limit_at_start(
     dropped : int
         Events before the retained ones. Without any it is the limit with which the
         session began.
-    end : int or None
-        What it is at the end, bytes.
+    begin, end : int or None
+        What it was when the session began, and is at its end, bytes; None where MLX
+        does not tell.
 
     Returns
     -------
     int or None
         Bytes; None where that is not known.
     """
-    before = None
+    if not dropped and begin is not None:
+        return begin
+    before = begin
     for call in calls:
         if call.mark.name != name:
             continue
@@ -179,9 +187,8 @@ def with_unseen(
 def settings(
     calls: Sequence[SettingCall],
     *,
-    dropped: int,
-    cache_limit: int | None,
-    memory_limit: int | None,
+    at_start: tuple[int | None, int | None],
+    at_end: tuple[int | None, int | None],
     crossing_count: int,
 ) -> dict[str, Setting]:
     """Return what the snapshot's settings say of limits.
@@ -190,10 +197,8 @@ def settings(
     ----------
     calls : sequence of SettingCall
         In the order in which they were over.
-    dropped : int
-        Events before the retained ones.
-    cache_limit, memory_limit : int or None
-        At the end, bytes.
+    at_start, at_end : tuple of int or None
+        Cache limit and memory limit, bytes.
     crossing_count : int
 
     Returns
@@ -201,17 +206,11 @@ def settings(
     dict
         Plain values: the viewer shows nothing else.
     """
-    if memory_limit is None:  # not every MLX tells
-        memory_limit = last_set(calls, "set_memory_limit")
     found: dict[str, Setting] = {
-        "memory_limit": memory_limit,
-        "cache_limit": cache_limit,
-        "memory_limit_at_start": limit_at_start(
-            calls, "set_memory_limit", dropped, memory_limit
-        ),
-        "cache_limit_at_start": limit_at_start(
-            calls, "set_cache_limit", dropped, cache_limit
-        ),
+        "memory_limit": at_end[1],
+        "cache_limit": at_end[0],
+        "memory_limit_at_start": at_start[1],
+        "cache_limit_at_start": at_start[0],
         "wired_limit": last_set(calls, "set_wired_limit"),
         "limit_crossings": crossing_count,
         "settings_calls": len(calls),

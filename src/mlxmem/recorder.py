@@ -28,7 +28,6 @@ from mlxmem.dump_file import check_path, check_target
 from mlxmem.errors import UnsupportedMLXError
 from mlxmem.events import (
     RAW_EVENT,
-    AllocatorTimes,
     Mark,
     Range,
     Recording,
@@ -194,7 +193,7 @@ def recording() -> Recording:
         ooms=_oom.ooms(),
         nodes=_hook.copy_nodes(),
         crossings=crossings,
-        times=_times(),
+        times=_hook.allocator_times(),
     )
 
 
@@ -418,14 +417,8 @@ def _attach_new_library() -> None:
 
 
 def _calls() -> tuple[SettingCall, ...]:
-    calls = _setting_calls.collect()
-    changes = getattr(_hook, "limit_changes", None)
-    return limits.with_unseen(calls, changes()) if changes else calls
-
-
-def _times() -> AllocatorTimes | None:
-    times = getattr(_hook, "allocator_times", None)
-    return times() if times else None
+    changes = _hook.limit_changes()  # before the calls, which explain them
+    return limits.with_unseen(_setting_calls.collect(), changes)
 
 
 def _settings(
@@ -433,16 +426,20 @@ def _settings(
 ) -> tuple[dict[str, Setting], Sequence[Mark]]:
     """Return the snapshot's settings, and the crossings of the memory limit."""
     mx = _import_mlx()
-    get_memory_limit = getattr(mx, "get_memory_limit", None)
-    memory_limit = get_memory_limit() if get_memory_limit else None
+    begin = _hook.limits_at_start()
+    at_end = _hook.cache_limit(), _memory_limit(mx, calls, begin[1])
+    cache_limit, memory_limit = (
+        limits.limit_at_start(
+            calls, name, dropped=totals.dropped, begin=first, end=last
+        )
+        for name, first, last in zip(limits.FUNCTIONS, begin, at_end, strict=True)
+    )
     crossings, count = limits.crossings(
         events,
         calls,
         active=totals.active,
         peak=totals.peak,
-        limit=limits.limit_at_start(
-            calls, "set_memory_limit", totals.dropped, memory_limit
-        ),
+        limit=memory_limit,
         dropped=totals.dropped,
     )
     settings: dict[str, Setting] = {
@@ -451,12 +448,22 @@ def _settings(
         "backend": _hook.backend(),
         **limits.settings(
             calls,
-            dropped=totals.dropped,
-            cache_limit=_hook.cache_limit(),
-            memory_limit=memory_limit,
+            at_start=(cache_limit, memory_limit),
+            at_end=at_end,
             crossing_count=count,
         ),
         "unexplained_bytes": totals.unexplained,
         "ran_out_of_memory": _hook.ran_out_of_memory(),
     }
     return settings, crossings
+
+
+def _memory_limit(
+    mx: Any, calls: Sequence[SettingCall], begin: int | None
+) -> int | None:
+    """Return the memory limit of now; before 0.32.4 MLX tells only who sets it."""
+    get_memory_limit = getattr(mx, "get_memory_limit", None)
+    if get_memory_limit is not None:
+        return int(get_memory_limit())
+    last = limits.last_set(calls, "set_memory_limit")
+    return begin if last is None else last

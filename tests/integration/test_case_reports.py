@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from books import HAS_CPU_CACHE, VERSION
+from books import HAS_CPU_CACHE
 from case_run import CASES, CaseRun, recorded, run_case
 from click.testing import CliRunner
 
@@ -187,6 +187,12 @@ def case16() -> None:
 
     calls = [call for call in report["calls"] if call["name"] == "set_cache_limit"]
     assert [call["value"] for call in calls] == [0, 4 << 30]
+    assert calls[1]["previous"] == 0
+    settings = mlxmem("summary", run.dump)["settings"]
+    lines = [text for key, text in settings.items() if key.startswith("call ")]
+    line = run.line("mx.set_cache_limit(4 << 30)")
+    change = f"set_cache_limit: 0 B -> 4.0 GiB at {Path(run.path).name}:{line}, "
+    assert sum(text.startswith(change) for text in lines) == 1
     where = [
         (call["frames"][0]["line"], call["frames"][0]["function"]) for call in calls
     ]
@@ -195,7 +201,8 @@ def case16() -> None:
         (run.line("mx.set_cache_limit(4 << 30)"), "third_party_encoder"),
     ]
     if HAS_CPU_CACHE:
-        assert calls[1]["previous"] == 0
+        assert settings["cache_limit_at_start"] == calls[0]["previous"] > 0
+        assert settings["cache_limit"] == 4 << 30
         assert step(report, "limit 0")["cache"] == 0
         assert step(report, "after the encoder")["cache"] > 16 * MiB
 
@@ -359,8 +366,22 @@ def case33() -> None:
     assert frame["line"] == run.line("mx.set_memory_limit(8 << 20)")
     assert calls["set_wired_limit"]["value"] == 1 << 30
     assert report["peak"]["active"] // MiB == 24
-    limit = 8 * MiB if VERSION >= (0, 31, 0) else None  # 0.30.6 shows none
-    assert report["settings"]["memory_limit"] == limit
+    settings = report["settings"]
+    assert settings["memory_limit"] == 8 * MiB
+    assert settings["memory_limit_at_start"] == calls["set_memory_limit"]["previous"]
+    assert settings["wired_limit"] == 1 << 30
+    # The second array crosses the limit, since a few bytes are there, too.
+    (crossing,) = report["crossings"]
+    assert crossing["name"] == "active above the memory limit, 8.0 MiB"
+    assert 8 * MiB < crossing["active"] <= 8 * MiB + KiB
+    frame, *_ = crossing["frames"]
+    assert (frame["file"], frame["line"]) == (
+        run.path,
+        run.line("x = [mx.ones((1024, 1024)) for _ in range(6)]"),
+    )
+    assert calls["set_memory_limit"]["at"] <= crossing["at"]
+    assert settings["limit_crossings"] == 1
+    assert mlxmem("timeline", run.dump)["crossings"] == [crossing]
 
 
 def case34() -> None:

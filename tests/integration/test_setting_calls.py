@@ -6,14 +6,17 @@ import itertools
 import threading
 import types
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 import pytest
 from books import HAS_CPU_CACHE
+from click.testing import CliRunner
 
 import mlxmem
 from mlxmem import _setting_calls, recorder
+from mlxmem.cli import main
 from mlxmem.events import SettingCall
 
 KiB, MiB = 1 << 10, 1 << 20
@@ -197,6 +200,40 @@ def test_settings_tell_what_the_limits_were_and_who_changed_them(
     assert settings["call 1"].startswith("set_memory_limit: ")
     assert " -> 512.0 GiB at test_setting_calls.py:" in settings["call 1"]
     assert settings["call 3"].startswith("set_wired_limit: 0 B -> 0 B at ")
+
+
+@pytest.mark.usefixtures("cpu_cache")
+def test_a_limit_that_is_set_past_mlxmem_is_a_call_without_a_line(
+    memory_limit: int, tmp_path: Path
+) -> None:
+    # GIVEN a reference from before enable(), and a call that is noted
+    set_memory_limit = mx.set_memory_limit
+    mlxmem.enable()
+    active = mx.get_active_memory()
+    mx.set_memory_limit(1 << 39)
+    set_memory_limit(active + MiB)
+    kept = mx.zeros((2 * MiB,), mx.uint8)
+    mx.eval(kept)
+    mlxmem.disable()
+
+    # THEN both are there, and only the noted one has a stack
+    assert values() == [
+        ("set_memory_limit", memory_limit, 1 << 39),
+        ("set_memory_limit", 1 << 39, active + MiB),
+    ]
+    assert [bool(call.stack) for call in calls()] == [True, False]
+    # AND the limit counts
+    recording = recorder.recording()
+    (crossing,) = recording.crossings
+    assert recording.events["size"][crossing.at - 1] >= 2 * MiB
+    assert recording.settings["memory_limit_at_start"] == memory_limit
+    # AND reports say that nobody saw the call
+    words = "by a call that was not seen: C++ code, or a reference from before enable()"
+    assert f" {words}, " in str(recording.settings["call 2"])
+    path = mlxmem.dump(tmp_path / "out.pickle")
+    for command in ("summary", "timeline"):
+        printed = CliRunner().invoke(main, [command, str(path)], catch_exceptions=False)
+        assert words in " ".join(printed.output.split())
 
 
 def test_limits_at_the_start_are_those_of_the_oldest_kept_event() -> None:

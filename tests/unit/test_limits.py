@@ -149,6 +149,16 @@ def test_crossings_are_those_of_the_allocators_own_totals(
     assert count == len(expected)
 
 
+def at_start(
+    calls: Any,
+    dropped: int,
+    begin: int | None = None,
+    end: int | None = None,
+    name: str = "set_cache_limit",
+) -> int | None:
+    return limits.limit_at_start(calls, name, dropped=dropped, begin=begin, end=end)
+
+
 def test_a_limit_is_walked_back_through_the_calls() -> None:
     calls = [
         call("set_cache_limit", 5, 1, 2),
@@ -156,24 +166,26 @@ def test_a_limit_is_walked_back_through_the_calls() -> None:
         call("set_cache_limit", 9, 5, 6),
     ]
 
-    def cache(dropped: int) -> int | None:
-        return limits.limit_at_start(calls, "set_cache_limit", dropped, 9)
-
-    assert [cache(dropped) for dropped in (0, 1, 2, 5, 6)] == [1, 1, 5, 5, 9]
+    found = [at_start(calls, dropped, end=9) for dropped in (0, 1, 2, 5, 6)]
+    assert found == [1, 1, 5, 5, 9]
     # AND where MLX gave no value back, only the later ones are known
-    memory = [limits.limit_at_start(calls, "set_memory_limit", at, 50) for at in (0, 3)]
+    memory = [at_start(calls, at, end=50, name="set_memory_limit") for at in (0, 3)]
     assert memory == [50, 50]
-    assert limits.limit_at_start(calls, "set_wired_limit", 0, None) is None
-    assert limits.limit_at_start((), "set_cache_limit", 0, 7) == 7
+    assert at_start(calls, 0, name="set_wired_limit") is None
 
 
-def test_a_call_before_the_first_event_is_walked_back_unless_events_are_missing() -> (
-    None
-):
+def test_a_limit_that_nobody_set_is_the_one_of_the_beginning() -> None:
+    assert at_start((), 0, begin=7, end=8) == 7
+    assert at_start((), 3, begin=7, end=None) == 7
+    assert at_start((), 3, begin=None, end=8) == 8
+
+
+def test_a_call_before_the_first_event_counts_unless_events_are_missing() -> None:
     calls = [call("set_cache_limit", 5, 1, 0)]
 
-    assert limits.limit_at_start(calls, "set_cache_limit", 0, 5) == 1
-    assert limits.limit_at_start(calls, "set_cache_limit", 3, 5) == 5
+    assert at_start(calls, 0, end=5) == 1
+    assert at_start(calls, 0, begin=1, end=5) == 1
+    assert at_start(calls, 3, begin=1, end=5) == 5
 
 
 CHANGE = np.dtype(
@@ -221,41 +233,34 @@ def test_a_call_explains_one_change_of_its_own_function_and_value() -> None:
     assert len(limits.with_unseen([known], np.array([row, row], CHANGE))) == 2
 
 
-def settings(calls: Any = (), **changes: Any) -> dict[str, Any]:
-    known = {"dropped": 0, "cache_limit": 9, "memory_limit": 50, "crossing_count": 3}
-    return limits.settings(calls, **{**known, **changes})
+def settings(calls: Any) -> dict[str, Any]:
+    return limits.settings(calls, at_start=(1, 60), at_end=(9, None), crossing_count=3)
 
 
 def test_settings_tell_the_limits_and_the_last_calls() -> None:
     many = [call("clear_cache", 0, n, n, stack=STACKS[0]) for n in range(30)]
     calls = [
-        call("set_cache_limit", 9, 1, 2),
+        call("set_wired_limit", 1 << 29, 0, 2, stack=STACKS[0]),
         call("set_wired_limit", 1 << 30, 0, 3, stack=STACKS[0]),
         *many,
     ]
 
     found = settings(calls)
 
-    names = [f"call {number}" for number in range(13, 33)]
-    assert list(found) == [
-        *("memory_limit", "cache_limit", "memory_limit_at_start"),
-        *("cache_limit_at_start", "wired_limit", "limit_crossings", "settings_calls"),
-        *names,
-    ]
-    assert [found[name] for name in list(found)[:7]] == [50, 9, 50, 1, 1 << 30, 3, 32]
+    assert {name: found.pop(name) for name in list(found)[:7]} == {
+        "memory_limit": None,
+        "cache_limit": 9,
+        "memory_limit_at_start": 60,
+        "cache_limit_at_start": 1,
+        "wired_limit": 1 << 30,
+        "limit_crossings": 3,
+        "settings_calls": 32,
+    }
+    assert list(found) == [f"call {number}" for number in range(13, 33)]
     assert found["call 32"] == (
         f"clear_cache: 29 B -> 0 B at model.py:12, 0.000 s, thread {THREAD}"
     )
-    assert settings()["wired_limit"] is None
-
-
-def test_the_memory_limit_is_the_one_last_set_where_mlx_does_not_tell() -> None:
-    calls = [call("set_memory_limit", 8 << 20, 70, 2)]
-
-    found = settings(calls, memory_limit=None)
-
-    assert (found["memory_limit_at_start"], found["memory_limit"]) == (70, 8 << 20)
-    assert settings(memory_limit=None)["memory_limit_at_start"] is None
+    assert settings(())["wired_limit"] is None
 
 
 @pytest.mark.parametrize(

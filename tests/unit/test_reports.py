@@ -588,6 +588,33 @@ def test_commands_print_tables_and_json(tmp_path: Any) -> None:
     assert "Nothing changed." in both.stdout
 
 
+def test_commands_tell_of_the_memory_limit_and_of_calls_that_nobody_saw(
+    tmp_path: Any,
+) -> None:
+    # GIVEN two crossings in the file, of three, and a call without a stack
+    name = "active above the memory limit, 1.0 KiB"
+    crossings = [At(2, 20, THREAD, name), At(5, 50, THREAD, name)]
+    calls = [SettingCall(At(4, 41, THREAD, "set_cache_limit"), 0, 99)]
+    recording = two_lines().recording(
+        crossings=crossings, calls=calls, settings={"limit_crossings": 3}
+    )
+    path = str(dump(recording, tmp_path / "out.pickle"))
+
+    text = {
+        verb: " ".join(CliRunner().invoke(main, [verb, path]).stdout.split())
+        for verb in ("summary", "timeline")
+    }
+
+    assert (
+        "Active above the memory limit, 1.0 KiB: 3 times, first after 20 us (entry 4) "
+        "with 1.5 KiB at /app/train.py:41 <module>"
+    ) in text["summary"]
+    assert f"4 20 us 1.5 KiB {name} /app/train.py:41 <module>" in text["timeline"]
+    assert f"9 50 us 4.4 KiB {name} /app/train.py:41 <module>" in text["timeline"]
+    for found in text.values():
+        assert "set_cache_limit by a call that was not seen: C++ code" in found
+
+
 def test_exit_codes_are_for_scripts(tmp_path: Any) -> None:
     heap, marks = growing_heap(5)
     grows = str(dump(heap.recording(marks=marks), tmp_path / "grows.pickle"))

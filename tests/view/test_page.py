@@ -420,7 +420,7 @@ def test_what_is_missing_or_failed_is_said_at_the_top(show: Any) -> None:
     assert page.locator(".notice").all_inner_texts() == [
         "12 older events fell out of the ring: the beginning is missing.",
         "An allocation of 16.0 GiB failed at entry 4.",
-        "above the limit: once, at entry 3.",
+        "Above the limit: once, at entry 3.",
     ]
 
 

@@ -250,7 +250,7 @@ def crossings(rows: Sequence[Row]) -> list[RenderableType]:
     if len(rows) > _CROSSINGS:
         note = f"... {len(rows) - _CROSSINGS:,} more, which --json has"
         cells.append(("", "", "", Text(note, style="dim")))
-    columns = ("entry", "time", "active", "mark")
+    columns = ("entry", "time", "active", "crossing")
     return [table("Above the memory limit", columns, cells)]
 
 
@@ -264,12 +264,12 @@ def crossing_line(report: Row) -> list[RenderableType]:
     found = report["settings"].get("limit_crossings")
     if type(found) is not int:
         found = len(rows)
-    times = "once" if found == 1 else f"{count(found)} times, first"
-    line = Text("Above the memory limit: ", style="bold yellow")
+    times = "once," if found == 1 else f"{count(found)} times, first"
+    what = f"{first['name'][:1].upper()}{first['name'][1:]}"
+    line = Text(f"{what}: ", style="bold yellow")
     line.append(
-        f"{times} after {duration(first['time_us'])} (entry {count(first['at'])}), "
-        f"{size(first['active'])} {first['name']}, at "
-        + (where(first["frames"]) or "no stack"),
+        f"{times} after {duration(first['time_us'])} (entry {count(first['at'])}) "
+        f"with {size(first['active'])} at {where(first['frames']) or 'no stack'}",
         style="not bold",
     )
     return [line]

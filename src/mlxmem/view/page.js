@@ -64,7 +64,8 @@ class Page {
       const all = model.settings.find((row) => row.name === "limit_crossings")?.value;
       const many = all ?? model.crossings.length; // the file has the first ones
       const times = many > 1 ? `${formatCount(many)} times, first` : "once,";
-      notices.push(`${first.name}: ${times} at entry ${formatCount(first.at)}.`);
+      const name = first.name.charAt(0).toUpperCase() + first.name.slice(1);
+      notices.push(`${name}: ${times} at entry ${formatCount(first.at)}.`);
     }
     if (!model.entries) notices.push("There is no entry in this recording.");
     byId("notices").replaceChildren(

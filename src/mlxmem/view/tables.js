@@ -274,7 +274,7 @@ function knownBytes(bytes) {
 }
 
 function settingText({ name, text, value }) {
-  const isSize = /(_limit|_bytes|_size|memory)$/.test(name);
+  const isSize = /(_limit|_limit_at_start|_bytes|_size|memory)$/.test(name);
   return isSize && value >= 1024 ? `${formatBytes(value)} (${text})` : text;
 }
 
