@@ -8,6 +8,7 @@
 
 from mlxmem._interner import capture_traceback, resolve_traceback
 from mlxmem._version import __version__
+from mlxmem.cache.live import cache_stats, recommend_cache_limit
 from mlxmem.errors import UnsupportedMLXError
 from mlxmem.events import Action
 from mlxmem.fork_api import (
@@ -38,6 +39,7 @@ __all__ = [
     "UnsupportedMLXError",
     "__version__",
     "annotate",
+    "cache_stats",
     "capture_traceback",
     "disable",
     "dump",
@@ -49,6 +51,7 @@ __all__ = [
     "is_enabled",
     "load_ipython_extension",
     "mark",
+    "recommend_cache_limit",
     "record",
     "record_memory_events",
     "resolve_traceback",

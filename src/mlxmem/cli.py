@@ -18,6 +18,7 @@ VERBS = {
     "leaks": "leaks",
     "tree": "tree",
     "timeline": "timeline",
+    "cache": "cache",
     "diff": "diff",
     "view": "view",
     "export": "export",

@@ -14,6 +14,7 @@ TOLERANCE = 0.01  # of the hit rate, by which a limit may stay below the best
 _SMALLEST = 4096  # bytes: a limit below keeps hardly anything
 _STEPS_PER_DOUBLING = 2
 _REFINEMENTS = 7
+_BITS = 8  # of a limit that is recommended, one part in 128
 
 
 @dataclass(frozen=True)
@@ -26,6 +27,8 @@ class CacheLimit:
         Bytes, for `mx.set_cache_limit`.
     hit_rate, best_hit_rate : float
         What part of the requests the cache serves at this limit, and at the best one.
+    hit_rate_bytes, best_hit_rate_bytes : float
+        What part of the requested bytes.
     peak_reserved : int
         The highest active + cache at this limit, bytes.
     reason : str
@@ -35,6 +38,8 @@ class CacheLimit:
     limit: int
     hit_rate: float
     best_hit_rate: float
+    hit_rate_bytes: float
+    best_hit_rate_bytes: float
     peak_reserved: int
     reason: str
 
@@ -75,6 +80,9 @@ def recommend(
 ) -> CacheLimit:
     """Return the smallest limit whose hit rate is within 1 % of the best.
 
+    That holds for requests and for bytes: a small cache that serves each scalar and no
+    large array would pass by requests alone.
+
     Parameters
     ----------
     trace : Trace
@@ -90,8 +98,17 @@ def recommend(
     policy = trace.policy if policy is None else policy
     points = curve(trace, policy) if points is None else points
     best = max(points, key=lambda point: (point.hit_rate, -_limit(point)))
-    enough = best.hit_rate - TOLERANCE
-    place = next(i for i, point in enumerate(points) if point.hit_rate >= enough)
+    best_bytes = max(point.hit_rate_bytes for point in points)
+
+    def is_enough(point: Predicted) -> bool:
+        return (
+            point.hit_rate >= best.hit_rate - TOLERANCE
+            and point.hit_rate_bytes >= best_bytes - TOLERANCE
+        )
+
+    place = next(
+        (i for i, point in enumerate(points) if is_enough(point)), points.index(best)
+    )
     chosen = points[place]
     if place and best.hits:
         low, high = _limit(points[place - 1]), _limit(chosen)
@@ -100,20 +117,22 @@ def recommend(
             if not low < middle < high:
                 break
             tried = predict(trace, policy.with_limits(cache_limit=middle))
-            if tried.hit_rate >= enough:
+            if is_enough(tried):
                 high, chosen = middle, tried
             else:
                 low = middle
         neat = _rounded(_limit(chosen))
         tried = predict(trace, policy.with_limits(cache_limit=neat))
-        if tried.hit_rate >= enough:
+        if is_enough(tried):
             chosen = tried
     return CacheLimit(
         _limit(chosen),
         chosen.hit_rate,
         best.hit_rate,
+        chosen.hit_rate_bytes,
+        best_bytes,
         chosen.totals["peak_reserved"],
-        _reason(chosen, best, points[-1]),
+        _reason(chosen, best, best_bytes, points[-1]),
     )
 
 
@@ -122,31 +141,28 @@ def _limit(point: Predicted) -> int:
 
 
 def _rounded(limit: int) -> int:
-    """Round up to a number with at most six significant bits."""
-    unit = 1 << max(limit.bit_length() - 6, 0)
+    """Round up to a number with few significant bits."""
+    unit = 1 << max(limit.bit_length() - _BITS, 0)
     return -(-limit // unit) * unit
 
 
-def _reason(chosen: Predicted, best: Predicted, largest: Predicted) -> str:
+def _reason(
+    chosen: Predicted, best: Predicted, best_bytes: float, largest: Predicted
+) -> str:
     if not best.allocations:
         return "nothing was allocated"
     if not best.hits:
         return (
-            "no limit serves a single request from the cache: each asks for a size that "
-            "nothing freed before has"
+            "no limit serves a single request from the cache: each asks for a size "
+            "that nothing freed before has"
         )
     reserved = format_bytes(chosen.totals["peak_reserved"])
     most = format_bytes(largest.totals["peak_reserved"])
-    if not _limit(chosen):
-        return (
-            f"without any cache the hit rate is within 1 % of the best "
-            f"({best.hit_rate:.1%} at {format_bytes(_limit(best))}); reserved peaks at "
-            f"{reserved}"
-        )
+    limit = "no cache at all is" if not _limit(chosen) else "the smallest limit"
     text = (
-        f"the smallest limit within 1 % of the best hit rate: {chosen.hit_rate:.1%} "
-        f"against {best.hit_rate:.1%} at {format_bytes(_limit(best))}; reserved peaks "
-        f"at {reserved}"
+        f"{limit} within 1 % of the best hit rate: {chosen.hit_rate:.1%} of requests "
+        f"and {chosen.hit_rate_bytes:.1%} of bytes, the best are {best.hit_rate:.1%} "
+        f"and {best_bytes:.1%}; reserved peaks at {reserved}"
     )
     if chosen.totals["peak_reserved"] < largest.totals["peak_reserved"]:
         text += f", {most} without a limit"

@@ -157,8 +157,7 @@ class BufferCache {
   // What serves a request of n bytes, kNone if nothing does.
   uint32_t find(const Policy& policy, uint64_t n) const {
     auto found = by_size_.lower_bound({n, 0});
-    if (found == by_size_.end() ||
-        found->first.first >= policy.window_end(n)) {
+    if (found == by_size_.end() || found->first.first >= policy.window_end(n)) {
       return kNone;
     }
     return found->second;

@@ -16,7 +16,7 @@ class Outcome(enum.IntEnum):
     NotAsked = 0
     Hit = 1
     Cold = 2  # no buffer of a size that serves was there before
-    InUse = 3  # those there are, are in use
+    InUse = 3  # those there are, are in use; nothing larger is cached
     Window = 4  # a larger one was cached, beyond the window of reuse
     Cleared = 5  # one was cached, and clear_cache() gave it back
     Trimmed = 6  # ..., and went for the cache limit

@@ -84,7 +84,9 @@ class Policy:
     trims_at_once: bool = False
 
     def with_limits(
-        self, cache_limit: int | str | None = None, memory_limit: int | str | None = None
+        self,
+        cache_limit: int | str | None = None,
+        memory_limit: int | str | None = None,
     ) -> Policy:
         """Return the same policy under other limits; bytes, or a size with a unit."""
         changed = copy.copy(self)
@@ -232,12 +234,16 @@ def named_policy(
         return CpuPolicy()
     if name == "cuda":
         if total is None:
-            raise ValueError(f"the policy cuda needs total, the device's memory; {_FORMS}")
+            raise ValueError(
+                f"the policy cuda needs total, the device's memory; {_FORMS}"
+            )
         return CudaPolicy(total)
     if ram is None:
         raise ValueError(f"the policy metal needs ram, the machine's memory; {_FORMS}")
     memory = _positive(ram, "ram")
-    return MetalPolicy(usual_working_set(memory) if working_set is None else working_set, memory)
+    return MetalPolicy(
+        usual_working_set(memory) if working_set is None else working_set, memory
+    )
 
 
 _FORMS = (

@@ -36,7 +36,7 @@ enum Outcome : uint8_t {
   kNotAsked = 0, // no allocation
   kHit = 1,
   kCold = 2, // no buffer of such a size was there before
-  kInUse = 3, // all of such a size are in use
+  kInUse = 3, // all of such a size are in use, and no larger one is cached
   kOutsideWindow = 4, // a larger one was cached, too large to be taken
   kCleared = 5, // one was there and went: by clear_cache()
   kTrimmed = 6, // ..., for the cache limit
@@ -263,11 +263,12 @@ class Replay {
       lost_.erase(lost); // it would have served once
       return loss;
     }
-    auto live = live_.lower_bound(n);
-    if (live != live_.end() && live->first < end) {
-      return {kInUse, -1};
+    if (cache_.has_larger(n)) {
+      return {kOutsideWindow, -1};
     }
-    return {cache_.has_larger(n) ? kOutsideWindow : kCold, -1};
+    auto live = live_.lower_bound(n);
+    bool in_use = live != live_.end() && live->first < end;
+    return {in_use ? kInUse : kCold, -1};
   }
 
   void begin_use(size_t row, uint32_t number, bool reused) {
@@ -279,8 +280,8 @@ class Replay {
     }
     buffer.waste = 0;
     if (reused) {
-      buffer.waste = buffer.size - std::min<uint64_t>(
-                                       buffer.size, rows_[row].requested);
+      buffer.waste =
+          buffer.size - std::min<uint64_t>(buffer.size, rows_[row].requested);
       totals_.waste += buffer.waste;
       waste_ += buffer.waste;
       totals_.peak_waste = std::max(totals_.peak_waste, waste_);
@@ -619,8 +620,8 @@ class Replay {
     if (call.call == kClearCache) {
       cache_.list_all(&list_, without);
     } else if (call.call == kSetCacheLimit && policy_.trims_at_once) {
-      uint64_t bytes = cache_.bytes() -
-          (without == kNone ? 0 : buffers_[without].size);
+      uint64_t bytes =
+          cache_.bytes() - (without == kNone ? 0 : buffers_[without].size);
       if (bytes > call.value) {
         cache_.list_released(bytes - call.value, &list_, without);
       }

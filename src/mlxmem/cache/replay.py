@@ -155,7 +155,7 @@ def predict(
     unknown = trace.unknown
     if fixed_limit:
         unknown = min(unknown, policy.cache_limit)
-    totals, *parts = _replay.predict(
+    totals, whats, causes, reserved = _replay.predict(
         rows,
         trace.cached,
         unknown,
@@ -165,4 +165,4 @@ def predict(
         outcomes=outcomes,
         curve=curve,
     )
-    return Predicted(totals, policy, *parts)
+    return Predicted(totals, policy, whats, causes, reserved)

@@ -350,6 +350,6 @@ def policy_of(settings: Mapping[str, Any], calls: Sequence[TracedCall] = ()) -> 
         policy = policy.with_limits(cache_limit=policy.memory_limit)
     else:
         raise TraceError(
-            "the recording does not tell on which backend and version of MLX it was made"
+            "the recording does not tell on which backend and MLX it was made"
         )
     return policy.with_limits(**limits)

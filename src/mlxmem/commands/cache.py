@@ -1,0 +1,404 @@
+"""`mlxmem cache`: what the buffer cache did, and what another limit would do."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import click
+from rich.console import RenderableType
+from rich.text import Text
+
+from mlxmem.cache.policies import Policy, named_policy
+from mlxmem.commands import _report
+from mlxmem.commands._help import examples
+from mlxmem.reports import render
+from mlxmem.reports.cache import cache
+from mlxmem.units import parse_bytes
+
+_WHY = {
+    "cold": "no buffer of such a size was there before",
+    "in_use": "all buffers of such a size were in use",
+    "window": "a larger buffer was cached, too large to be taken",
+    "cleared": "one was cached, and clear_cache() gave it back",
+    "trimmed": "one was cached, and went for the cache limit",
+    "reclaimed": "one was cached, and went for the memory limit",
+    "limit": "one was freed, and did not fit under the cache limit",
+}
+_BAR = 40  # columns
+
+
+@click.command(
+    epilog=examples(
+        "mlxmem cache out.pickle",
+        "mlxmem cache out.pickle --limit 64MB --limit 1GB",
+        "mlxmem cache out.pickle --policy metal --ram 16GB",
+        "mlxmem cache out.pickle --json | jq .what_if.recommendation.cache_limit",
+    )
+)
+@_report.FILE
+@_report.options(top=10)
+@click.option(
+    "--limit",
+    "limits",
+    metavar="SIZE",
+    multiple=True,
+    help="Replay under this cache limit, like 64MB; may be repeated.",
+)
+@click.option(
+    "--policy", help="Replay under the rules of this backend: cpu, metal or cuda."
+)
+@click.option("--ram", metavar="SIZE", help="Memory of the machine, for metal.")
+@click.option(
+    "--working-set",
+    metavar="SIZE",
+    help="What Metal recommends, for metal; else the usual part of --ram.",
+)
+@click.option("--total", metavar="SIZE", help="Memory of the device, for cuda.")
+@_report.one_line_errors
+def command(
+    file: str,
+    by: str,
+    top: int,
+    device: int | None,
+    as_json: bool,
+    limits: tuple[str, ...],
+    policy: str | None,
+    ram: str | None,
+    working_set: str | None,
+    total: str | None,
+) -> None:
+    """Show what MLX's buffer cache did, and what another limit would have done.
+
+    Each request that the cache did not serve is a miss; the table says why. The
+    recording is then replayed through a model of the cache under other limits.
+    """
+    sizes = [_limit_of(limit) for limit in limits]
+    chosen = _chosen(policy, ram, working_set, total)
+    history = _report.read(file, device)
+    with _report.working("replaying under other limits"):
+        report = cache(history, by, top, sizes, chosen)
+    _report.show(report, as_json, *parts(report))
+
+
+def _limit_of(size: str) -> int:
+    try:
+        return parse_bytes(size)
+    except ValueError as error:
+        raise ValueError(f"--limit: {error}") from None
+
+
+def _chosen(
+    policy: str | None, ram: str | None, working_set: str | None, total: str | None
+) -> Policy | None:
+    numbers = {"ram": ram, "working_set": working_set, "total": total}
+    if policy is not None:
+        return named_policy(policy, **numbers)
+    for name, value in numbers.items():
+        if value is not None:
+            raise ValueError(
+                f"--{name.replace('_', '-')} is a number of a policy: say "
+                "--policy metal --ram 16GB, or --policy cuda --total 80GB"
+            )
+    return None
+
+
+def parts(report: dict[str, Any]) -> list[RenderableType]:
+    """Return what is printed."""
+    found: list[RenderableType] = [render.title(report), *_totals(report)]
+    found += [Text(), _misses(report), *_evicted_by(report)]
+    found += [Text(), _lines(report), Text(), *_contents(report)]
+    found += [Text(), *_what_if(report), Text(), *_curve(report)]
+    found += [Text(), *_rounding(report), _recommendation(report)]
+    return found
+
+
+def _line(label: str, text: str) -> Text:
+    line = Text(f"{label}: ", style="bold")
+    line.append(text, style="not bold")
+    return line
+
+
+def _totals(report: dict[str, Any]) -> list[RenderableType]:
+    totals, policy = report["totals"], report["policy"]
+    hits = (
+        f"{totals['hit_rate']:.1%} of {render.count(totals['allocations'])} requests, "
+        f"{totals['hit_rate_bytes']:.1%} of {render.size(totals['requested_bytes'])}"
+    )
+    limit = policy["cache_limit"]
+    rules = f"{policy['name']}, cache limit at the start " + (
+        "not known" if limit is None else render.size(limit)
+    )
+    if not policy["has_cache"]:
+        rules = f"{policy['name']}, of an MLX whose CPU backend caches nothing"
+    found = [
+        _line("Hits", hits),
+        _line(
+            "Reserved",
+            f"at most {render.size(totals['peak_reserved'])}, of that at most "
+            f"{render.size(totals['peak_active'])} active and "
+            f"{render.size(totals['peak_cache'])} in the cache",
+        ),
+        _line(
+            "From the system",
+            f"{render.count(totals['system_allocations'])} buffers, "
+            f"{render.size(totals['system_bytes'])}; "
+            f"{render.count(totals['system_allocations_per_s'])} a second, "
+            f"{render.size(totals['system_bytes_per_s'])} a second",
+        ),
+        _line(
+            "Waste of reuse",
+            f"{render.size(totals['waste_bytes'])} over all reuses, at most "
+            f"{render.size(totals['peak_waste'])} at a time",
+        ),
+        _line("Rules", rules),
+    ]
+    times = report["times"]
+    if times:
+        reused = times["reused_us"]
+        text = f"{times['new_us']:.2f} us for a new buffer"
+        if reused is not None:
+            text += f", {reused:.2f} us for a cached one"
+        text += f"; misses cost about {render.duration(times['lost_us'])}"
+        found.append(_line("Time in the allocator", text))
+    return [*found, *_agreement(report)]
+
+
+def _agreement(report: dict[str, Any]) -> list[RenderableType]:
+    found = report["agreement"]
+    if found["mismatches"]:
+        text = (
+            f"{render.count(found['mismatches'])} of "
+            f"{render.count(found['checked'])} decisions differ, first at entry "
+            f"{found['first_at']}: take what is said of other limits with care"
+        )
+    else:
+        text = f"{render.count(found['checked'])} decisions, all as recorded"
+    if found["unseen"]:
+        text += f"; {found['unseen']} calls that empty or trim the cache were not seen"
+    return [_line("The model", text)]
+
+
+def _misses(report: dict[str, Any]) -> RenderableType:
+    cells = [
+        (
+            f"{row['share']:.1%}",
+            render.count(row["count"]),
+            render.size(row["bytes"]),
+            Text(f"{row['kind']}: {_WHY[row['kind']]}"),
+        )
+        for row in report["misses"]
+        if row["count"]
+    ]
+    if not cells:
+        return Text("No request missed the cache.")
+    columns = ("requests", "misses", "bytes", "why")
+    return render.table("Misses", columns, cells)
+
+
+def _evicted_by(report: dict[str, Any]) -> list[RenderableType]:
+    rows = report["evicted_by"]
+    if not rows:
+        return []
+    cells = []
+    for row in rows:
+        if row["call"]:
+            value = "" if row["call"] == "clear_cache" else render.size(row["value"])
+            what = f"{row['call']}({value})  {render.where(row['frames'])}"
+        else:
+            what = {
+                "limit": "the cache limit, when they were freed",
+                "trimmed": "the cache limit, at an allocation",
+                "reclaimed": "the memory limit, at an allocation",
+            }.get(row["kind"], "a call that was not seen")
+        cells.append((render.count(row["misses"]), render.size(row["bytes"]), what))
+    columns = ("misses", "bytes", "what took the buffers that would have served")
+    return [Text(), render.table("Buffers that were lost", columns, cells)]
+
+
+def _lines(report: dict[str, Any]) -> RenderableType:
+    cells = [
+        (
+            render.size(row["missed_bytes"]),
+            f"{row['hit_rate']:.1%}",
+            render.count(row["allocations"]),
+            render.count(row["sizes"]),
+            f"{render.size(row['smallest'])} - {render.size(row['largest'])}",
+            _main_miss(row),
+            "jump" if row["jumps"] else "",
+            render.name(row),
+        )
+        for row in report["lines"]
+    ]
+    columns = (
+        "missed",
+        "hits",
+        "requests",
+        "sizes",
+        "from - to",
+        "mostly",
+        "",
+        report["by"],
+    )
+    return render.table("By missed bytes", columns, cells)
+
+
+def _main_miss(row: dict[str, Any]) -> str:
+    kind, most = max(row["misses"].items(), key=lambda item: item[1])
+    return str(kind) if most else ""
+
+
+def _contents(report: dict[str, Any]) -> list[RenderableType]:
+    found: list[RenderableType] = []
+    for name, label in (("most", "Cache at its fullest"), ("end", "Cache at the end")):
+        part = report["contents"][name]
+        when = (
+            f"after {render.duration(part['time_us'])} (entry {part['at']:,})"
+            if part["at"] >= 0
+            else "before the first entry"
+        )
+        text = f"{render.size(part['bytes'])} in {part['buffers']:,} buffers, {when}"
+        if part["unknown_bytes"]:
+            text += (
+                f"; {render.size(part['unknown_bytes'])} of it from before the "
+                "recording, in buffers that were not seen"
+            )
+        found.append(_line(label, text))
+        if part["buffers"]:
+            found += [_sizes(part), _ages(part)]
+    return found
+
+
+def _sizes(part: dict[str, Any]) -> Text:
+    return _histogram(
+        "sizes",
+        part["sizes"],
+        lambda row: f"{render.size(row['from_bytes'])}+",
+    )
+
+
+def _ages(part: dict[str, Any]) -> Text:
+    return _histogram(
+        "ages",
+        part["ages"],
+        lambda row: (
+            f"{render.duration(row['from_us'])}+" if row["from_us"] else "< 1.0 ms"
+        ),
+    )
+
+
+def _histogram(name: str, rows: list[dict[str, Any]], label: Any) -> Text:
+    most = sorted(rows, key=lambda row: -row["bytes"])[:6]
+    shown = [
+        f"{label(row)} {render.size(row['bytes'])} ({row['buffers']:,})"
+        for row in rows
+        if row in most
+    ]
+    rest = f", and {len(rows) - len(shown)} more" if len(rows) > len(shown) else ""
+    return Text(f"  {name}: {', '.join(shown)}{rest}")
+
+
+def _what_if(report: dict[str, Any]) -> list[RenderableType]:
+    what_if, totals = report["what_if"], report["totals"]
+    rows = [
+        ("as recorded", "", totals),
+        *((row["label"], _limit(row), row) for row in what_if["rows"]),
+    ]
+    cells = [
+        (
+            limit,
+            *_rate(row),
+            render.count(row["hits"]),
+            render.count(row["system_allocations"]),
+            render.size(row["peak_reserved"]),
+            Text(label),
+        )
+        for label, limit, row in rows
+    ]
+    columns = (
+        "cache limit",
+        "hit rate",
+        "of bytes",
+        "hits",
+        "new buffers",
+        "peak reserved",
+        "",
+    )
+    return [render.table(f"What if{_under(what_if)}", columns, cells)]
+
+
+def _under(what_if: dict[str, Any]) -> str:
+    return (
+        ""
+        if what_if["recorded"]
+        else f", under the rules of {what_if['policy']['name']}"
+    )
+
+
+def _limit(row: dict[str, Any]) -> str:
+    return "none" if row["cache_limit"] is None else render.size(row["cache_limit"])
+
+
+def _curve(report: dict[str, Any]) -> list[RenderableType]:
+    """Draw the hit rate against the limit, without limits that change nothing."""
+    points = report["what_if"]["curve"]
+    if not points or not points[-1]["hits"]:
+        return []
+    shown: list[dict[str, Any]] = []
+    for point in points:
+        if not shown or _rate(point) != _rate(shown[-1]):
+            shown.append(point)
+    cells = [
+        (
+            _limit(point),
+            *_rate(point),
+            render.size(point["peak_reserved"]),
+            Text("█" * round(point["hit_rate"] * _BAR), style="cyan"),
+        )
+        for point in shown
+    ]
+    columns = ("cache limit", "hit rate", "of bytes", "peak reserved", "")
+    return [render.table("Hit rate by cache limit", columns, cells)]
+
+
+def _rate(point: dict[str, Any]) -> tuple[str, str]:
+    return f"{point['hit_rate']:.1%}", f"{point['hit_rate_bytes']:.1%}"
+
+
+def _rounding(report: dict[str, Any]) -> list[RenderableType]:
+    found = report["what_if"]["rounding"]
+    if found is None:
+        return []
+    cells = [
+        (
+            f"{row['hit_rate']:.1%}",
+            render.count(row["system_allocations"]),
+            render.size(row["peak_reserved"]),
+            Text(
+                "as they are"
+                if row["steps_per_doubling"] is None
+                else "powers of two"
+                if row["steps_per_doubling"] == 1
+                else f"{row['steps_per_doubling']} sizes in each doubling"
+            ),
+        )
+        for row in found["steps"]
+    ]
+    columns = ("hit rate", "new buffers", "peak reserved", "sizes rounded up to")
+    names = ", ".join(render.short(label) for label in found["lines"][:5])
+    more = len(found["lines"]) - 5
+    return [
+        render.table("Where sizes jump, rounded up", columns, cells),
+        Text(
+            f"  of {names}" + (f" and {more} more" if more > 0 else "") + "\n",
+            style="dim",
+        ),
+    ]
+
+
+def _recommendation(report: dict[str, Any]) -> RenderableType:
+    found = report["what_if"]["recommendation"]
+    limit = found["cache_limit"]
+    text = f"mx.set_cache_limit({limit})"
+    if limit >= 1024:
+        text += f", {render.size(limit)}"
+    return _line("Recommended", f"{text}: {found['reason']}")
