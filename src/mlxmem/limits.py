@@ -6,6 +6,7 @@ Functions of what was recorded; nothing here asks MLX.
 from __future__ import annotations
 
 import os
+from collections import deque
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -163,25 +164,33 @@ def with_unseen(
     tuple of SettingCall
         In the order in which they were over; the added ones have no stack.
     """
-    unused = [
-        call
-        for call in calls
-        if call.mark.name in FUNCTIONS and call.value != call.previous
-    ]
+    # By function and value; the ones that changed nothing explain nothing.
+    unused: dict[tuple[str, int | None], deque[SettingCall]] = {}
+    for call in sorted(calls, key=lambda call: call.began):
+        if call.value != call.previous:
+            unused.setdefault((call.mark.name, call.value), deque()).append(call)
     found = list(calls)
     fields = ("at", "timestamp_us", "thread_id", "which", "previous", "value")
-    for row in changes:
-        at, time, thread, which, previous, value = (int(row[f]) for f in fields)
+    for row in changes[list(fields)].tolist():
+        at, time, thread, which, previous, value = row
         name = FUNCTIONS[which]
-        for call in unused:
-            is_near = call.began <= at <= call.mark.at + _NEAR
-            if is_near and (call.mark.name, call.value) == (name, value):
-                unused.remove(call)
-                break
-        else:
+        if not _explain(at, unused.get((name, value), deque())):
             mark = Mark(at, time, thread, name)
             found.append(SettingCall(mark, value, previous, (), at))
     return tuple(sorted(found, key=lambda call: (call.mark.at, call.mark.timestamp_us)))
+
+
+def _explain(at: int, calls: deque[SettingCall]) -> bool:
+    """Take the call that a change belongs to out of those that set its value."""
+    while calls and calls[0].mark.at + _NEAR < at:
+        calls.popleft()
+    for place, call in enumerate(calls):
+        if call.began > at:
+            return False
+        if at <= call.mark.at + _NEAR:
+            del calls[place]
+            return True
+    return False
 
 
 def settings(
