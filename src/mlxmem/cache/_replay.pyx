@@ -148,7 +148,8 @@ def predict(
     outcomes : ndarray of uint8, shape (n,) or None
         An `Outcome` for each row.
     causes : ndarray of int64, shape (n,) or None
-        Row of the call that took what would have served, -1 = none.
+        Row of the call that took what would have served, or that set the limit for
+        which it went; -1 = none.
     reserved : ndarray of int64, shape (n,) or None
         Bytes after each row.
     """

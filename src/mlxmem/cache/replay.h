@@ -114,7 +114,8 @@ class Replay {
   }
 
   // outcomes, reserved (bytes after each row), causes: nullptr or one a row.
-  // A cause is the row of the call that took what would have served, or -1.
+  // A cause is the row of the call that took what would have served, or that
+  // set the limit for which it went; or -1.
   void predict(
       bool overrides_cache_limit,
       uint8_t* outcomes,
@@ -380,7 +381,7 @@ class Replay {
           add_to_cache(number);
           note_peaks();
         } else {
-          lose(buffers_[number].size, kNotKept, -1);
+          lose(buffers_[number].size, kNotKept, limit_set_at_);
           leave(number);
         }
         break;
@@ -424,7 +425,7 @@ class Replay {
     }
     if (!policy_.trims_at_once && excess()) {
       cache_.list_released(excess(), &list_);
-      evict_all(kTrimmed, -1);
+      evict_all(kTrimmed, limit_set_at_);
     }
   }
 
@@ -436,7 +437,7 @@ class Replay {
         break;
       case kSetCacheLimit:
         if (!overrides_cache_limit_) {
-          set_cache_limit(row.size);
+          set_cache_limit(row.size, row.owner);
           if (policy_.trims_at_once && excess()) {
             cache_.list_released(excess(), &list_);
             evict_all(kTrimmed, row.owner);
@@ -448,8 +449,9 @@ class Replay {
     }
   }
 
-  void set_cache_limit(uint64_t limit) {
+  void set_cache_limit(uint64_t limit, int64_t row) {
     policy_.cache_limit = limit;
+    limit_set_at_ = row;
   }
 
   // ---- follow ------------------------------------------------------------
@@ -516,7 +518,10 @@ class Replay {
         static_cast<bool>(row.recorded) == (expected != kNone);
     if (expected == kNone) {
       agrees &= static_cast<uint64_t>(row.size) == n;
-      follow_own_evictions(reclaims(n) ? to_reclaim(n) : 0, kReclaimed);
+      follow_own_evictions(reclaims(n) ? to_reclaim(n) : 0, kReclaimed, -1);
+      if (recorded != kNone) { // a damaged file may name what has just gone
+        recorded = cached_at(row.address);
+      }
     }
     check(agrees, i);
     if (recorded != kNone) {
@@ -532,7 +537,7 @@ class Replay {
       begin_use(i, new_buffer(row.size, row.address), false);
     }
     if (!policy_.trims_at_once) {
-      follow_own_evictions(excess(), kTrimmed);
+      follow_own_evictions(excess(), kTrimmed, limit_set_at_);
     }
     if (!pending_.empty()) {
       explain_run(pending_.front(), pending_.size(), rows_.size());
@@ -541,7 +546,7 @@ class Replay {
   }
 
   // What the allocator gives back by itself stands before its allocation.
-  void follow_own_evictions(uint64_t bytes, Outcome outcome) {
+  void follow_own_evictions(uint64_t bytes, Outcome outcome, int64_t cause) {
     if (!bytes || !cache_.count()) {
       return;
     }
@@ -555,7 +560,7 @@ class Replay {
       check(k < same, k < pending_.size() ? pending_[k] : rows_.size());
     }
     list_.resize(same);
-    evict_all(outcome, -1);
+    evict_all(outcome, cause);
     pending_.erase(pending_.begin(), pending_.begin() + same);
   }
 
@@ -568,11 +573,12 @@ class Replay {
     for (auto& call : calls_) {
       if (!agrees && call.call == kSetCacheLimit && !call.took_effect) {
         uint64_t before = policy_.cache_limit;
-        set_cache_limit(call.value);
+        int64_t before_row = limit_set_at_;
+        set_cache_limit(call.value, call.row);
         agrees = keeps(size) == static_cast<bool>(row.recorded);
         call.took_effect = agrees;
         if (!agrees) {
-          set_cache_limit(before);
+          set_cache_limit(before, before_row);
         }
       }
     }
@@ -582,7 +588,7 @@ class Replay {
       add_to_cache(number);
       note_peaks();
     } else {
-      lose(size, kNotKept, -1);
+      lose(size, kNotKept, limit_set_at_);
       leave(number);
     }
   }
@@ -645,7 +651,7 @@ class Replay {
       call.took_effect = call.evicted = true;
       bool clears = call.call == kClearCache;
       if (!clears) {
-        set_cache_limit(call.value);
+        set_cache_limit(call.value, call.row);
       }
       evict_all(clears ? kCleared : kTrimmed, call.row);
       *i += taken;
@@ -733,7 +739,7 @@ class Replay {
     if (call.call == kClearCache) {
       check(!policy_.has_cache || least == 0, i);
     } else if (call.call == kSetCacheLimit) {
-      set_cache_limit(call.value);
+      set_cache_limit(call.value, call.row);
       check(!policy_.trims_at_once || least <= call.value, i);
     } else {
       policy_.memory_limit = call.value;
@@ -750,6 +756,7 @@ class Replay {
   uint64_t in_slab_ = 0;
   uint64_t resources_ = 0;
   uint64_t waste_ = 0; // in use now
+  int64_t limit_set_at_ = -1; // row of the call that set the cache limit
   bool follows_;
   bool overrides_cache_limit_ = false;
 

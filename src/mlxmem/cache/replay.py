@@ -58,7 +58,8 @@ class Followed(Sums):
     outcomes : ndarray of uint8, shape (n,)
         An `Outcome` for each row.
     causes : ndarray of int64, shape (n,)
-        Row of the call that took what would have served, -1 = none.
+        Row of the call that took what would have served, or that set the limit for
+        which it went; -1 = none.
     mismatches : list of int
         The first 100 rows at which the model decides otherwise.
     trace : Trace

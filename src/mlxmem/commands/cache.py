@@ -11,6 +11,7 @@ from rich.text import Text
 from mlxmem.cache.policies import Policy, named_policy
 from mlxmem.commands import _report
 from mlxmem.commands._help import examples
+from mlxmem.limits import UNSEEN
 from mlxmem.reports import render
 from mlxmem.reports.cache import cache
 from mlxmem.units import parse_bytes
@@ -24,6 +25,14 @@ _WHY = {
     "reclaimed": "one was cached, and went for the memory limit",
     "limit": "one was freed, and did not fit under the cache limit",
 }
+# Where no call is known, and what is said beside one.
+_TAKERS = {
+    "cleared": "a clear_cache() that was not seen",
+    "trimmed": "the cache limit",
+    "reclaimed": "the memory limit, at an allocation",
+    "limit": "the cache limit of the start, when they were freed",
+}
+_WHEN = {"limit": ", when they were freed"}
 _BAR = 40  # columns
 
 
@@ -201,15 +210,11 @@ def _evicted_by(report: dict[str, Any]) -> list[RenderableType]:
         return []
     cells = []
     for row in rows:
+        what = _TAKERS[row["kind"]]
         if row["call"]:
             value = "" if row["call"] == "clear_cache" else render.size(row["value"])
-            what = f"{row['call']}({value})  {render.where(row['frames'])}"
-        else:
-            what = {
-                "limit": "the cache limit, when they were freed",
-                "trimmed": "the cache limit, at an allocation",
-                "reclaimed": "the memory limit, at an allocation",
-            }.get(row["kind"], "a call that was not seen")
+            where = render.where(row["frames"]) or UNSEEN
+            what = f"{row['call']}({value}) at {where}{_WHEN.get(row['kind'], '')}"
         cells.append((render.count(row["misses"]), render.size(row["bytes"]), what))
     columns = ("misses", "bytes", "what took the buffers that would have served")
     return [Text(), render.table("Buffers that were lost", columns, cells)]
