@@ -40,6 +40,7 @@ RECIPES: dict[str, str | Path] = {
     "train_transformer.py --no-record --steps 3",
     "leak.pickle": DOCS / "find-a-leak.md",
     "fixed.pickle": DOCS / "find-a-leak.md",
+    "steps.pickle": DOCS / "tune-the-cache.md",
 }
 
 _STEP = re.compile(

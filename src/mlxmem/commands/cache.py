@@ -34,6 +34,8 @@ _TAKERS = {
 }
 _WHEN = {"limit": ", when they were freed"}
 _BAR = 40  # columns
+_RATES = ("hit_rate", "hit_rate_bytes")
+_STEP = 0.01  # of a rate, from which on the curve shows another point
 
 
 @click.command(
@@ -254,8 +256,11 @@ def _main_miss(row: dict[str, Any]) -> str:
 
 def _contents(report: dict[str, Any]) -> list[RenderableType]:
     found: list[RenderableType] = []
+    contents = report["contents"]
     for name, label in (("most", "Cache at its fullest"), ("end", "Cache at the end")):
-        part = report["contents"][name]
+        part = contents[name]
+        if name == "end" and part == contents["most"]:
+            continue
         when = (
             f"after {render.duration(part['time_us'])} (entry {part['at']:,})"
             if part["at"] >= 0
@@ -265,7 +270,7 @@ def _contents(report: dict[str, Any]) -> list[RenderableType]:
         if part["unknown_bytes"]:
             text += (
                 f"; {render.size(part['unknown_bytes'])} of it from before the "
-                "recording, in buffers that were not seen"
+                "recording, in buffers that nothing used since"
             )
         found.append(_line(label, text))
         if part["buffers"]:
@@ -344,14 +349,16 @@ def _limit(row: dict[str, Any]) -> str:
 
 
 def _curve(report: dict[str, Any]) -> list[RenderableType]:
-    """Draw the hit rate against the limit, without limits that change nothing."""
+    """Draw the hit rate against the limit, without limits that change little."""
     points = report["what_if"]["curve"]
     if not points or not points[-1]["hits"]:
         return []
-    shown: list[dict[str, Any]] = []
-    for point in points:
-        if not shown or _rate(point) != _rate(shown[-1]):
+    shown = points[:1]
+    for point in points[1:-1]:
+        if any(abs(point[key] - shown[-1][key]) >= _STEP for key in _RATES):
             shown.append(point)
+    if any(points[-1][key] != shown[-1][key] for key in _RATES):
+        shown.append(points[-1])
     cells = [
         (
             _limit(point),
