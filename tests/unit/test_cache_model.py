@@ -11,6 +11,9 @@ import numpy.typing as npt
 import pytest
 from cache_reference import (
     ALLOC,
+    BEGINS,
+    CLEAR as CLEAR_CACHE,
+    ENDS,
     EVICT,
     FREE,
     Machine,
@@ -472,3 +475,32 @@ def test_nothing_at_all() -> None:
     assert (got.allocations, got.hit_rate, got.hit_rate_bytes) == (0, 0.0, 0.0)
     assert got.mismatches == []
     assert predict(trace).totals["peak_reserved"] == 0
+
+
+def test_two_threads_that_raced() -> None:
+    # GIVEN a clear in one thread. Another's free is written before its evictions, and
+    # yet came after it: what it freed is reused later.
+    freed_before = recording(
+        (0x200, 50, 50, -1, ALLOC, 0, 0),
+        (0, 0, 0, -1, BEGINS, 0, CLEAR_CACHE),
+        (0x200, 50, 0, 0, FREE, 1, 0),
+        (0x100, 1000, 0, -1, EVICT, 0, 0),
+        (0, 0, 0, 1, ENDS, 0, CLEAR_CACHE),
+        (0x200, 50, 50, -1, ALLOC, 1, 0),
+    )
+    # Or another's request took its block before the clear, and is written after it.
+    taken_after = recording(
+        (0, 0, 0, -1, BEGINS, 0, CLEAR_CACHE),
+        (0x100, 1000, 0, -1, EVICT, 0, 0),
+        (0x300, 50, 50, -1, ALLOC, 1, 0),
+        (0, 0, 0, 0, ENDS, 0, CLEAR_CACHE),
+    )
+    for rows, cached in (
+        (freed_before, [(0x100, 1000)]),
+        (taken_after, [(0x100, 1000), (0x300, 50)]),
+    ):
+        # WHEN, THEN it is no mismatch, but counted
+        got = follow(make_trace(rows, cached, 0, CPU))
+        assert got.mismatches == []
+        assert (got.totals["raced"], got.totals["unseen"]) == (1, 0)
+        assert (got.hits, got.totals["active"], got.totals["cache"]) == (1, 50, 0)
