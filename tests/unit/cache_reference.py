@@ -334,6 +334,16 @@ class Machine:
                 block.from_slab = small and self.allocator.slab_left > 0
                 self.allocator.slab_left -= block.from_slab
             self.allocator.count = len(self.cached)
+        pool, limit = self.allocator.pool, self.policy.cache_limit
+        if self.fixed_limit and pool.bytes > limit:
+            # Under a limit that held all along they would not have been kept.
+            self.free_addresses += [
+                block.address for block in pool.give_back(pool.bytes - limit)
+            ]
+            if isinstance(self.allocator, Gpu):
+                gone = [b for b in self.start_cache if b not in pool.blocks]
+                for block in gone:
+                    self.allocator.return_to_system(block)
         self.made: dict[int, tuple[Block, int, bool]] = {}
         self.note_peaks()
 
@@ -410,8 +420,6 @@ class Machine:
         self.allocator.active += n
         if isinstance(self.allocator, Gpu):
             self.allocator.count += 1
-        self.sums.system_allocations += 1
-        self.sums.system_bytes += n
         row = self.row(MAKE, block.address, n, requested=n)
         self.made[number] = block, row, True
 

@@ -10,8 +10,10 @@ from typing import Any
 import numpy as np
 import pytest
 from handmade import STACKS, THREAD
+from test_cache_report import jumping_sizes, two_sizes
 from test_reports import growing_heap, read, two_lines
 
+from mlxmem.cache import CpuPolicy
 from mlxmem.events import (
     RAW_NODE,
     RAW_NODE_SAMPLE,
@@ -22,6 +24,7 @@ from mlxmem.events import (
     Range,
     SettingCall,
 )
+from mlxmem.reports.cache import cache
 from mlxmem.reports.diff import diff
 from mlxmem.reports.leaks import leaks
 from mlxmem.reports.peak import peak
@@ -30,7 +33,18 @@ from mlxmem.reports.timeline import timeline
 from mlxmem.reports.tree import tree
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "json.md"
-SHARED = ("row", "moment", "frame", "nodes", "visible", "call", "crossing", "oom")
+SHARED = (
+    "row",
+    "moment",
+    "frame",
+    "nodes",
+    "visible",
+    "call",
+    "crossing",
+    "oom",
+    "replay",
+    "contents",
+)
 _LINE = re.compile(r"\| `([^`]+)` \| (\w+) \|")
 
 
@@ -45,7 +59,7 @@ def documented() -> dict[str, dict[str, str]]:
             current = "summary rows"
         else:
             for name in SHARED:
-                if re.match(rf"(An? )?\*\*{name}\*\*", line, re.IGNORECASE):
+                if re.match(rf"((An?|The) )?\*\*{name}\*\*", line, re.IGNORECASE):
                     current = name
         found = _LINE.match(line)
         if found:
@@ -110,6 +124,7 @@ def samples() -> dict[str, list[dict[str, Any]]]:
         "tree": [tree(history), tree(history, threshold=0.5)],
         "timeline": [timeline(history), timeline(small_one)],
         "diff": [diff(history, small_one), diff(small_one, history)],
+        "cache": [cache(jumping_sizes()), cache(two_sizes(), policy=CpuPolicy(0))],
     }
 
 

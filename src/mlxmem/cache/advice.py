@@ -48,7 +48,7 @@ def curve(trace: Trace, policy: Policy | None = None) -> list[Predicted]:
     """Replay under limits from nothing to all that could ever be cached.
 
     There is no shorter way than a replay for each: a larger cache can have fewer hits,
-    since a larger buffer that it kept is taken for a smaller request.
+    since what it keeps may leave no room for the buffer that is wanted next.
 
     Parameters
     ----------

@@ -83,6 +83,7 @@ struct Buffer {
   uint32_t newer = kNone;
   uint32_t older = kNone;
   bool in_slab = false;
+  bool foreign = false; // memory of somebody else, which no cache sees
 };
 
 // Buffers, cached or not, by number.

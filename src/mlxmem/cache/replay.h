@@ -123,6 +123,17 @@ class Replay {
       int64_t* reserved) {
     overrides_cache_limit_ = overrides_cache_limit;
     classifies_ = outcomes != nullptr;
+    if (overrides_cache_limit && excess()) {
+      // Under this limit they would not have been there.
+      cache_.list_released(excess(), &list_);
+      for (uint32_t number : list_) {
+        lose(buffers_[number].size, kNotKept, -1);
+        take_from_cache(number);
+        leave(number);
+      }
+      totals_.peak_cache = totals_.peak_reserved = 0;
+      note_peaks();
+    }
     for (size_t i = 0; i < rows_.size(); ++i) {
       set_outputs(i, outcomes, causes);
       predict_row(i);
@@ -276,7 +287,7 @@ class Replay {
     Buffer& buffer = buffers_[number];
     of_row_[row] = number;
     totals_.active += buffer.size;
-    if (classifies_) {
+    if (classifies_ && !buffer.foreign) {
       ++live_[buffer.size];
     }
     buffer.waste = 0;
@@ -286,11 +297,18 @@ class Replay {
       totals_.waste += buffer.waste;
       waste_ += buffer.waste;
       totals_.peak_waste = std::max(totals_.peak_waste, waste_);
-    } else {
-      totals_.system_allocations += !buffer.in_slab;
-      totals_.system_bytes += buffer.in_slab ? 0 : buffer.size;
+    } else if (!buffer.in_slab && !buffer.foreign) {
+      totals_.system_allocations += 1;
+      totals_.system_bytes += buffer.size;
     }
     note_peaks();
+  }
+
+  uint32_t foreign_buffer(const Row& row) {
+    uint32_t number = buffers_.add(row.size, row.address);
+    buffers_[number].foreign = true;
+    ++resources_;
+    return number;
   }
 
   uint32_t new_buffer(uint64_t size, uint64_t address) {
@@ -311,7 +329,7 @@ class Replay {
       number = new_buffer(size, row.address);
     } else {
       of_row_[row.owner] = kNone;
-      if (classifies_) {
+      if (classifies_ && !buffers_[number].foreign) {
         auto live = live_.find(buffers_[number].size);
         if (--live->second == 0) {
           live_.erase(live);
@@ -387,7 +405,7 @@ class Replay {
         break;
       }
       case kMakeBuffer:
-        begin_use(i, new_buffer(row.size, row.address), false);
+        begin_use(i, foreign_buffer(row), false);
         break;
       case kRelease:
         leave(end_use(row, row.size));
@@ -486,7 +504,7 @@ class Replay {
         follow_free(i);
         break;
       case kMakeBuffer:
-        begin_use(i, new_buffer(row.size, row.address), false);
+        begin_use(i, foreign_buffer(row), false);
         break;
       case kRelease:
         leave(end_use(row, row.size));
@@ -697,13 +715,26 @@ class Replay {
     return took_next;
   }
 
+  // Whether a call is under way that has to make the cache give buffers back.
+  bool awaits_evictions() {
+    std::vector<uint32_t> kept = list_;
+    bool found = false;
+    for (auto& call : calls_) {
+      list_of_call(call, kNone);
+      found = found || (!call.evicted && !list_.empty());
+    }
+    list_ = kept;
+    return found;
+  }
+
   void explain_without_call(size_t i, size_t length) {
     cache_.list_all(&list_);
     bool is_clear = run_begins_with_list(i, length);
     if (!is_clear) {
       cache_.list_oldest(length, &list_);
     }
-    bool fits = run_begins_with_list(i, length);
+    // A call that is under way would have been the reason: it does not fit.
+    bool fits = run_begins_with_list(i, length) && !awaits_evictions();
     totals_.unseen += fits;
     if (fits && is_clear && unseen_) {
       unseen_[i] = 1;

@@ -15,7 +15,7 @@ from mlxmem.cache.policies import NO_LIMIT, CpuPolicy, CudaPolicy, MetalPolicy, 
 from mlxmem.cache.start import cache_at_start
 from mlxmem.events import Action, Recording
 from mlxmem.ledger import Ledger
-from mlxmem.reports.history import History
+from mlxmem.reports.history import KINDS, History
 
 Ints = npt.NDArray[np.int64]
 
@@ -27,6 +27,8 @@ UNSEEN_CLEAR = len(CALLS)
 # Indexed by action: the op, and whether it took from the cache or gave to it.
 _OPS = np.array([ALLOC, ALLOC, MAKE_BUFFER, FREE, FREE, RELEASE, EVICT], np.uint8)
 _RECORDED = np.array([0, 1, 0, 1, 0, 0, 0], np.uint8)
+# The one entry of a snapshot's trace that each event is sure to have.
+_ENTRIES = (*["alloc"] * 3, *["free_completed"] * 3, "segment_free")
 
 
 class TraceError(ValueError):
@@ -167,59 +169,27 @@ def of_history(history: History) -> Trace:
             f"{history.name}: PyTorch wrote it, and its allocator has other rules: "
             "the model is of MLX's cache"
         )
-    blocks, count = history.blocks, len(history)
-    actions = list(history.actions)
-
-    def is_action(*names: str) -> npt.NDArray[np.bool_]:
-        codes = [code for code, name in enumerate(actions) if name in names]
-        return np.isin(blocks["action"], codes)
-
-    before = is_action("Before", "Lost") | (blocks["start"] < 0)
-    foreign = is_action("AllocMakeBuffer")
-    made = np.flatnonzero(~before)
-    over = np.flatnonzero(blocks["end"] < count)
-    ends = blocks["end"][over]
-    after = np.minimum(ends + 1, max(count - 1, 0))
-    closes = history.kind == _CLOSE
-    to_system = closes[after] & (history.addr[after] == blocks["addr"][over])
-    to_system &= after > ends
-    own_close = np.zeros(count, np.bool_)
-    own_close[after[to_system]] = True
-    evicted = np.flatnonzero(closes & ~own_close)
-
-    total = len(made) + len(over) + len(evicted)
-    rows = np.zeros(total, ROW)
-    first, last = slice(0, len(made)), slice(len(made), len(made) + len(over))
-    rest = slice(len(made) + len(over), total)
-    for part, chosen in ((first, made), (last, over)):
-        rows["address"][part] = blocks["addr"][chosen]
-        rows["size"][part] = blocks["size"][chosen]
-    rows["requested"][first] = blocks["requested"][made]
-    rows["op"][first] = np.where(foreign[made], MAKE_BUFFER, ALLOC)
-    rows["recorded"][first] = is_action("AllocReuse")[made]
-    rows["op"][last] = np.where(foreign[over], RELEASE, FREE)
-    rows["recorded"][last] = ~to_system & ~foreign[over]
-    rows["address"][rest] = history.addr[evicted]
-    rows["size"][rest] = history.size[evicted]
-    rows["op"][rest] = EVICT
-    number = np.full(total, -1, np.int64)
-    number[first] = made
-    event = np.concatenate([blocks["start"][made], ends, evicted])
-    order = np.argsort(event, kind="stable")
-    place_of_block = np.full(len(blocks), -1, np.int64)
-    placed = np.argsort(order)
-    place_of_block[made] = placed[first]
-    owner = np.full(total, -1, np.int64)
-    owner[last] = place_of_block[over]
-    rows["owner"] = owner
-    event = event[order]
-    beginning = int(event[0]) if total else 0
-    parts = _Parts(
-        rows[order],
-        event,
-        history.time_us[event] - history.start_us,
-        number[order],
-    )
+    event, action = _events_of(history)
+    blocks = history.blocks
+    made = action <= Action.AllocMakeBuffer
+    freed = (action >= Action.FreeActiveToCache) & (action <= Action.Release)
+    rows = np.zeros(len(event), ROW)
+    rows["address"], rows["size"] = history.addr[event], history.size[event]
+    rows["op"], rows["recorded"] = _OPS[action], _RECORDED[action]
+    # Which block an entry made, or ended, and which row made a block.
+    begins, ends = np.full((2, len(history) + 1), -1, np.int64)
+    inside = np.flatnonzero(blocks["start"] >= 0)
+    begins[blocks["start"][inside]] = inside
+    ends[blocks["end"]] = np.arange(len(blocks))
+    number = np.where(made, begins[event], -1)
+    rows["requested"][made] = blocks["requested"][number[made]]
+    row_of = np.full(len(blocks) + 1, -1, np.int64)
+    row_of[number[made]] = np.flatnonzero(made)
+    rows["owner"] = np.where(freed, row_of[ends[event]], -1)
+    before = np.ones(len(blocks), np.bool_)
+    before[number[made]] = False
+    beginning = int(event[0]) if len(event) else 0
+    parts = _Parts(rows, event, history.time_us[event] - history.start_us, number)
     calls = [
         TracedCall(
             index, call.name, call.value or 0, call.previous, call.from_at, call.at
@@ -244,7 +214,16 @@ def of_history(history: History) -> Trace:
     )
 
 
-_CLOSE = 4  # "segment_free" of history.KINDS
+def _events_of(history: History) -> tuple[Ints, npt.NDArray[np.uint8]]:
+    """Return the entries of which each stands for one event, and their actions."""
+    kind = np.array([KINDS.index(name) for name in _ENTRIES], np.uint8)
+    codes = np.full(len(history.actions) + 1, -1, np.int64)
+    for code, name in enumerate(history.actions):
+        if name in Action.__members__:
+            codes[code] = Action[name]
+    action = codes[history.action]
+    event = np.flatnonzero((action >= 0) & (history.kind == kind[action]))
+    return event, action[event].astype(np.uint8)
 
 
 class CachedParts(NamedTuple):

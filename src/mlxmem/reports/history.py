@@ -185,6 +185,8 @@ class History:
         Address of each entry's block or segment, 0 where it has none.
     size : ndarray of int64, shape (n,)
         Its bytes; those of the whole buffer where less was asked for.
+    action : ndarray of int32, shape (n,)
+        Place in `actions` of the event that each entry belongs to.
     active, reserved : ndarray of int64, shape (n,)
         Bytes after each entry.
     start_active, start_reserved : int
@@ -215,6 +217,7 @@ class History:
     kind: npt.NDArray[np.uint8]
     addr: npt.NDArray[np.uint64]
     size: Ints
+    action: Places
     active: Ints
     reserved: Ints
     start_active: int
@@ -443,6 +446,7 @@ class _Reader:
             reserved=reserved + start_reserved,
             start_active=start_active,
             start_reserved=start_reserved,
+            action=self._entry_actions,
             blocks=blocks,
             stacks=self.stacks.objects,
             primitives=self._primitives.objects,
@@ -539,6 +543,7 @@ class _Reader:
 
         primitive = column((word or UNKNOWN for word in words), self._primitives)
         action = column((m.action for m in metas), self._actions)
+        self._entry_actions = action[meta]
         in_range = column((m.range for m in metas), self._ranges)
         module = column((m.module for m in metas), self._modules)
         thread = np.array([m.thread for m in metas] or [0], np.int64)
