@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from mlxmem.reports.history import BLOCK, Frame, History, Stack
+from mlxmem.reports.history import BLOCK, CacheStart, Call, Frame, History, Stack
 
 MIB = 1 << 20
 BEGIN_US = 1_750_000_000_000_000
@@ -20,7 +20,7 @@ MODEL = (
 DATA = (Frame("/app/data.py", 7, "batches"), Frame("/app/train.py", 41, "main"))
 SPIKE = (Frame("/app/spike.py", 99, "attend"), Frame("/app/train.py", 42, "main"))
 
-_KIND = {"alloc": 0, "free_completed": 2}
+_KIND = {"alloc": 0, "free_completed": 2, "segment_free": 4}
 
 
 class Story:
@@ -29,6 +29,7 @@ class Story:
     def __init__(self) -> None:
         self.kinds: list[int] = []
         self.blocks: list[dict[str, Any]] = []
+        self.entries: list[tuple[int, int, int]] = []  # address, size, action
         self.lists: dict[str, list[Any]] = {
             "stack": [()],
             "primitive": ["unknown"],
@@ -47,17 +48,30 @@ class Story:
 
     def alloc(self, size: int, stack: Stack = MODEL, **fields: Any) -> int:
         """Allocate, and return the block's place."""
-        self.kinds.append(_KIND["alloc"])
-        return self._block(len(self.kinds) - 1, size, stack=stack, **fields)
+        block = self._block(len(self.kinds), size, stack=stack, **fields)
+        self._entry("alloc", block, fields.get("action", ""))
+        return block
 
-    def free(self, block: int, during: str = "") -> None:
+    def free(self, block: int, during: str = "", action: str = "") -> None:
         """Free a block, in a range or in none."""
         ranges = self.lists["range"]
         if during not in ranges:
             ranges.append(during)
         self.blocks[block]["freed_during"] = ranges.index(during)
         self.blocks[block]["end"] = len(self.kinds)
-        self.kinds.append(_KIND["free_completed"])
+        self._entry("free_completed", block, action)
+
+    def close(self, block: int) -> None:
+        """Give the memory of a block that is cached back to the system."""
+        self._entry("segment_free", block, "FreeCacheToOS")
+
+    def _entry(self, kind: str, block: int, action: str) -> None:
+        self.kinds.append(_KIND[kind])
+        actions = self.lists["action"]
+        if action not in actions:
+            actions.append(action)
+        row = self.blocks[block]
+        self.entries.append((row["addr"], row["size"], actions.index(action)))
 
     def _block(self, start: int, size: int, **fields: Any) -> int:
         row = {"start": start, "end": None, "size": size, "requested": size}
@@ -81,9 +95,13 @@ class Story:
             for name, value in row.items():
                 blocks[name][place] = count if value is None else value
         blocks = blocks[np.argsort(blocks["start"], kind="stable")]
+        entries = np.array(self.entries, np.int64).reshape(count, 3)
         return of_blocks(
             blocks,
             count,
+            addr=entries[:, 0].astype(np.uint64),
+            size=entries[:, 1],
+            action=entries[:, 2].astype(np.int32),
             kind=np.array(self.kinds, np.uint8),
             reserved=np.full(count, reserved, np.int64),
             start_reserved=reserved,
@@ -94,6 +112,45 @@ class Story:
             modules=self.lists["module"],
             **changes,
         )
+
+
+def cached(line: Stack = DATA, **changes: Any) -> History:
+    """Return a program on MLX's CPU backend whose cache has hits, misses and a clear.
+
+    A line asks for twelve sizes, another one five times for the first of them, and
+    once more after a clear.
+    """
+    story, kept = Story(), "FreeActiveToCache"
+    sizes = [MIB + place * MIB // 16 for place in range(12)]
+    made = []
+    for size in sizes:
+        made.append(story.alloc(size, line, action="AllocNew"))
+        story.free(made[-1], action=kept)
+    first = made[0]
+    for _ in range(5):
+        address = story.blocks[first]["addr"]
+        again = story.alloc(MIB, MODEL, action="AllocReuse", addr=address)
+        story.free(again, action=kept)
+    small = story.alloc(512, (), action="AllocNew")
+    clear_from = len(story)
+    for block in made:  # by size, as clear_cache() does
+        story.close(block)
+    clear_at = len(story)
+    story.free(story.alloc(MIB, MODEL, action="AllocNew"), action=kept)
+    story.free(small, action=kept)
+    end, us = len(story), BEGIN_US + STEP_US * clear_at
+    calls = [
+        Call("clear_cache", clear_at, us, 4711, 0, 0, SPIKE, clear_from),
+        Call("set_cache_limit", end, us + 9, 4711, 8 * MIB, 32 * MIB, SPIKE, end),
+    ]
+    settings = {"backend": "cpu", "mlx_version": "0.32.4", "cache_limit": 8 * MIB}
+    nothing = np.zeros(0, np.int64)
+    known = {
+        "calls": calls,
+        "settings": settings,
+        "cache_at_start": CacheStart(nothing, nothing, 0),
+    }
+    return story.history(**{**known, **changes})
 
 
 def of_blocks(blocks: Any, count: int, **fields: Any) -> History:
@@ -115,6 +172,7 @@ def of_blocks(blocks: Any, count: int, **fields: Any) -> History:
         "kind": np.zeros(count, np.uint8),
         "addr": np.zeros(count, np.uint64),
         "size": np.zeros(count, np.int64),
+        "action": np.zeros(count, np.int32),
         "active": active,
         "reserved": active,
         "start_active": start_active,

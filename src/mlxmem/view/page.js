@@ -151,6 +151,7 @@ class Page {
       key: this.areas.key,
       entry: this.entry,
       onMoment: (at) => this.pick(at, null),
+      showCache: () => (this.cacheTab ??= new CacheTab(this.model)).show(),
     });
     const names = [...tables.keys()];
     byId("tabs").replaceChildren(

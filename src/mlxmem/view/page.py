@@ -23,6 +23,7 @@ _SCRIPTS = (
     "chart.js",
     "tree.js",
     "tables.js",
+    "cache.js",
     "panel.js",
     "page.js",
 )

@@ -16,6 +16,7 @@ import numpy.typing as npt
 
 from mlxmem.reports.grouping import KEYS, group
 from mlxmem.reports.history import Frame, History, Stack
+from mlxmem.view import cache
 
 Json = dict[str, Any]
 
@@ -153,6 +154,7 @@ def describe(history: History, by: str = "line") -> tuple[Json, bytes]:
         "rangeNames": list(history.ranges),
         "nodes": _nodes(history, names, begin),
         "settings": _settings(history.settings),
+        "cacheReport": cache.describe(history, by),
         "frames": names.frames,
         "columns": columns.layout,
     }

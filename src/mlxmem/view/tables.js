@@ -136,7 +136,7 @@ function textColumn(name, of) {
 }
 
 /** All tables: name of the tab -> a function that makes it. */
-function tablesOf(model, { key, entry, onMoment }) {
+function tablesOf(model, { key, entry, onMoment, showCache }) {
   const at = (row) => row.at - 1;
   const when = [
     countColumn("entry", (row) => row.at),
@@ -161,6 +161,7 @@ function tablesOf(model, { key, entry, onMoment }) {
       { caption: `by ${key}` },
     ),
   );
+  if (model.cacheReport) tables.set("Cache", showCache);
   if (model.marks.length) {
     tables.set(`Marks (${model.marks.length})`, () =>
       sortedTable(
