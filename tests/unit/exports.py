@@ -178,6 +178,7 @@ def large(blocks: int, stacks: int = 1000, depth: int = 32) -> History:
         kind=kind,
         addr=np.repeat(4096 * place, 4).astype(np.uint64),
         size=np.repeat(rows["size"], 4),
+        action=np.zeros(count, np.int32),
         active=active,
         reserved=np.maximum.accumulate(active),
         start_active=0,

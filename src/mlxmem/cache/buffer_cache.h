@@ -167,43 +167,37 @@ class BufferCache {
     return by_size_.lower_bound({n, 0}) != by_size_.end();
   }
 
-  // What giving back `bytes` would take, in its order: all, smallest first,
-  // where that is nearly all there is, else the oldest ones. As if the buffer
-  // `without` were not there.
-  void list_released(
-      uint64_t bytes,
-      std::vector<uint32_t>* out,
-      uint32_t without = kNone) const {
-    uint64_t all = bytes_ - (without == kNone ? 0 : buffers_[without].size);
+  // Calls visit(number) for what giving back `bytes` would take, in its order:
+  // all, smallest first, where that is nearly all there is, else the oldest
+  // ones; as if the buffer `without` were not there. Ends when visit says so.
+  template <typename Visit>
+  void visit_released(uint64_t bytes, uint32_t without, Visit&& visit) const {
+    uint64_t all = bytes_ - (without == kNone ? 0 : buffers_.at(without).size);
     if (bytes >= 0.9 * all) {
-      list_all(out, without);
+      visit_all(without, visit);
       return;
     }
-    out->clear();
     uint64_t freed = 0;
     for (uint32_t number = oldest_; number != kNone && freed < bytes;
-         number = buffers_[number].newer) {
+         number = buffers_.at(number).newer) {
       if (number != without) {
-        freed += buffers_[number].size;
-        out->push_back(number);
+        freed += buffers_.at(number).size;
+        if (!visit(number)) {
+          return;
+        }
       }
     }
   }
-  void list_all(std::vector<uint32_t>* out, uint32_t without = kNone) const {
-    out->clear();
+  template <typename Visit>
+  void visit_all(uint32_t without, Visit&& visit) const {
     for (auto& entry : by_size_) {
-      if (entry.second != without) {
-        out->push_back(entry.second);
+      if (entry.second != without && !visit(entry.second)) {
+        return;
       }
     }
   }
-  // The `count` oldest, oldest first.
-  void list_oldest(size_t count, std::vector<uint32_t>* out) const {
-    out->clear();
-    for (uint32_t number = oldest_; number != kNone && out->size() < count;
-         number = buffers_[number].newer) {
-      out->push_back(number);
-    }
+  uint32_t oldest() const {
+    return oldest_;
   }
 
  private:

@@ -125,7 +125,7 @@ class Replay {
     classifies_ = outcomes != nullptr;
     if (overrides_cache_limit && excess()) {
       // Under this limit they would not have been there.
-      cache_.list_released(excess(), &list_);
+      list_released(excess());
       for (uint32_t number : list_) {
         lose(buffers_[number].size, kNotKept, -1);
         take_from_cache(number);
@@ -381,6 +381,22 @@ class Replay {
 
   // ---- predict -----------------------------------------------------------
 
+  void list_all() {
+    list_.clear();
+    cache_.visit_all(kNone, [&](uint32_t number) {
+      list_.push_back(number);
+      return true;
+    });
+  }
+
+  void list_released(uint64_t bytes) {
+    list_.clear();
+    cache_.visit_released(bytes, kNone, [&](uint32_t number) {
+      list_.push_back(number);
+      return true;
+    });
+  }
+
   void evict_all(Outcome outcome, int64_t cause) {
     for (uint32_t number : list_) {
       evict(number, outcome, cause);
@@ -412,7 +428,7 @@ class Replay {
         break;
       case kEvict:
         if (row.call == kUnseenClear) {
-          cache_.list_all(&list_);
+          list_all();
           evict_all(kCleared, i);
         }
         break;
@@ -436,13 +452,13 @@ class Replay {
       Loss why = why_missed(n);
       count(why.outcome, why.cause, row.requested);
       if (reclaims(n)) {
-        cache_.list_released(to_reclaim(n), &list_);
+        list_released(to_reclaim(n));
         evict_all(kReclaimed, -1);
       }
       begin_use(i, new_buffer(n, row.address), false);
     }
     if (!policy_.trims_at_once && excess()) {
-      cache_.list_released(excess(), &list_);
+      list_released(excess());
       evict_all(kTrimmed, limit_set_at_);
     }
   }
@@ -450,14 +466,14 @@ class Replay {
   void predict_call(const Row& row) {
     switch (row.call) {
       case kClearCache:
-        cache_.list_all(&list_);
+        list_all();
         evict_all(kCleared, row.owner);
         break;
       case kSetCacheLimit:
         if (!overrides_cache_limit_) {
           set_cache_limit(row.size, row.owner);
           if (policy_.trims_at_once && excess()) {
-            cache_.list_released(excess(), &list_);
+            list_released(excess());
             evict_all(kTrimmed, row.owner);
           }
         }
@@ -568,7 +584,7 @@ class Replay {
     if (!bytes || !cache_.count()) {
       return;
     }
-    cache_.list_released(bytes, &list_);
+    list_released(bytes);
     size_t same = 0;
     while (same < list_.size() && same < pending_.size() &&
            buffers_[list_[same]].address == rows_[pending_[same]].address) {
@@ -625,29 +641,33 @@ class Replay {
     return explain_run(i, end - i, end) ? end + 1 : end;
   }
 
-  // Whether these evictions are the buffers of list_, from the first on.
-  bool run_begins_with_list(size_t i, size_t length) const {
-    if (list_.empty() || list_.size() > length) {
-      return false;
-    }
-    for (size_t k = 0; k < list_.size(); ++k) {
-      if (buffers_.at(list_[k]).address != rows_[i + k].address) {
-        return false;
+  // Whether the evictions from row i on, at most `length`, begin with all the
+  // buffers that visit() shows. If so they are in list_.
+  template <typename Visit>
+  bool run_begins_with(size_t i, size_t length, Visit&& visit) {
+    list_.clear();
+    bool same = true;
+    visit([&](uint32_t number) {
+      size_t k = list_.size();
+      same = k < length && buffers_[number].address == rows_[i + k].address;
+      if (same) {
+        list_.push_back(number);
       }
-    }
-    return true;
+      return same;
+    });
+    return same && !list_.empty();
   }
 
-  // Fills list_ with what a call would give back now.
-  void list_of_call(const OpenCall& call, uint32_t without) {
-    list_.clear();
+  // Shows what a call would give back now.
+  template <typename Visit>
+  void visit_taken(const OpenCall& call, uint32_t without, Visit&& visit) {
     if (call.call == kClearCache) {
-      cache_.list_all(&list_, without);
+      cache_.visit_all(without, visit);
     } else if (call.call == kSetCacheLimit && policy_.trims_at_once) {
       uint64_t bytes =
           cache_.bytes() - (without == kNone ? 0 : buffers_[without].size);
       if (bytes > call.value) {
-        cache_.list_released(bytes - call.value, &list_, without);
+        cache_.visit_released(bytes - call.value, without, visit);
       }
     }
   }
@@ -658,8 +678,9 @@ class Replay {
       if (call.evicted) {
         continue;
       }
-      list_of_call(call, without);
-      if (!run_begins_with_list(*i, *length)) {
+      if (!run_begins_with(*i, *length, [&](auto&& visit) {
+            visit_taken(call, without, visit);
+          })) {
         continue;
       }
       size_t taken = list_.size();
@@ -717,24 +738,35 @@ class Replay {
 
   // Whether a call is under way that has to make the cache give buffers back.
   bool awaits_evictions() {
-    std::vector<uint32_t> kept = list_;
     bool found = false;
     for (auto& call : calls_) {
-      list_of_call(call, kNone);
-      found = found || (!call.evicted && !list_.empty());
+      if (!call.evicted) {
+        visit_taken(call, kNone, [&](uint32_t) {
+          found = true;
+          return false;
+        });
+      }
     }
-    list_ = kept;
     return found;
   }
 
+  bool are_oldest(size_t i, size_t length) {
+    return run_begins_with(i, length, [&](auto&& visit) {
+      uint32_t number = cache_.oldest();
+      for (size_t k = 0; k < length && number != kNone; ++k) {
+        if (!visit(number)) {
+          return;
+        }
+        number = buffers_[number].newer;
+      }
+    });
+  }
+
   void explain_without_call(size_t i, size_t length) {
-    cache_.list_all(&list_);
-    bool is_clear = run_begins_with_list(i, length);
-    if (!is_clear) {
-      cache_.list_oldest(length, &list_);
-    }
+    bool is_clear = run_begins_with(
+        i, length, [&](auto&& visit) { cache_.visit_all(kNone, visit); });
     // A call that is under way would have been the reason: it does not fit.
-    bool fits = run_begins_with_list(i, length) && !awaits_evictions();
+    bool fits = (is_clear || are_oldest(i, length)) && !awaits_evictions();
     totals_.unseen += fits;
     if (fits && is_clear && unseen_) {
       unseen_[i] = 1;

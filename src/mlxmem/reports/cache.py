@@ -294,8 +294,7 @@ def _lines(followed: Followed, groups: Groups) -> list[tuple[Row, int]]:
     missed = np.zeros(count, np.int64)
     misses = outcome != Outcome.Hit
     np.add.at(missed, of_group[misses], requested[misses])
-    pairs = np.unique(np.stack([of_group, requested]), axis=1)
-    sizes = np.bincount(pairs[0], minlength=count)
+    sizes = _distinct_sizes(of_group, requested, count)
     smallest = np.full(count, np.iinfo(np.int64).max)
     largest = np.zeros(count, np.int64)
     np.minimum.at(smallest, of_group, requested)
@@ -321,6 +320,14 @@ def _lines(followed: Followed, groups: Groups) -> list[tuple[Row, int]]:
     return found
 
 
+def _distinct_sizes(of_group: Ints, size: Ints, groups: int) -> Ints:
+    """Count the different sizes of each group, shape (groups,)."""
+    distinct, place = np.unique(size, return_inverse=True)
+    pairs = np.unique(of_group * max(len(distinct), 1) + place)
+    owner = pairs // max(len(distinct), 1)
+    return np.bincount(owner, minlength=groups).astype(np.int64)
+
+
 def _jumping(followed: Followed, groups: Groups) -> Mask:
     """Tell of which groups the sizes jump, shape (groups,).
 
@@ -335,8 +342,7 @@ def _jumping(followed: Followed, groups: Groups) -> Mask:
     of_group = groups.index[block]
     size = trace.rows["requested"][missed]
     misses = np.bincount(of_group, minlength=count)
-    pairs = np.unique(np.stack([of_group, size]), axis=1)
-    sizes = np.bincount(pairs[0], minlength=count)
+    sizes = _distinct_sizes(of_group, size, count)
     total = np.zeros(count, np.int64)
     np.add.at(total, of_group, size)
 
@@ -388,11 +394,10 @@ def _what_if(
         ]
     if not is_recorded:
         asked.append((f"the default of {policy.name}", policy.cache_limit))
-    rows = []
-    for label, limit in asked:
-        found = predict(trace, policy.with_limits(cache_limit=limit))
-        rows.append(_point(found) | {"label": label})
-    return rows
+    return [
+        _point(predict(trace, policy.with_limits(cache_limit=limit))) | {"label": label}
+        for label, limit in asked
+    ]
 
 
 def _point(found: Predicted) -> Row:
