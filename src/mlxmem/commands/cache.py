@@ -13,26 +13,9 @@ from mlxmem.commands import _report
 from mlxmem.commands._help import examples
 from mlxmem.limits import UNSEEN
 from mlxmem.reports import render
-from mlxmem.reports.cache import cache
+from mlxmem.reports.cache import MISS_REASONS, TAKERS, WHEN_TAKEN, cache
 from mlxmem.units import parse_bytes
 
-_WHY = {
-    "cold": "no buffer of such a size was there before",
-    "in_use": "all buffers of such a size were in use",
-    "window": "a larger buffer was cached, too large to be taken",
-    "cleared": "one was cached, and clear_cache() gave it back",
-    "trimmed": "one was cached, and went for the cache limit",
-    "reclaimed": "one was cached, and went for the memory limit",
-    "limit": "one was freed, and did not fit under the cache limit",
-}
-# Where no call is known, and what is said beside one.
-_TAKERS = {
-    "cleared": "a clear_cache() that was not seen",
-    "trimmed": "the cache limit",
-    "reclaimed": "the memory limit, at an allocation",
-    "limit": "the cache limit of the start, when they were freed",
-}
-_WHEN = {"limit": ", when they were freed"}
 _BAR = 40  # columns
 _RATES = ("hit_rate", "hit_rate_bytes")
 _STEP = 0.01  # of a rate, from which on the curve shows another point
@@ -195,7 +178,7 @@ def _misses(report: dict[str, Any]) -> RenderableType:
             f"{row['share']:.1%}",
             render.count(row["count"]),
             render.size(row["bytes"]),
-            Text(f"{row['kind']}: {_WHY[row['kind']]}"),
+            Text(f"{row['kind']}: {MISS_REASONS[row['kind']]}"),
         )
         for row in report["misses"]
         if row["count"]
@@ -212,11 +195,11 @@ def _evicted_by(report: dict[str, Any]) -> list[RenderableType]:
         return []
     cells = []
     for row in rows:
-        what = _TAKERS[row["kind"]]
+        what = TAKERS[row["kind"]]
         if row["call"]:
             value = "" if row["call"] == "clear_cache" else render.size(row["value"])
             where = render.where(row["frames"]) or UNSEEN
-            what = f"{row['call']}({value}) at {where}{_WHEN.get(row['kind'], '')}"
+            what = f"{row['call']}({value}) at {where}{WHEN_TAKEN.get(row['kind'], '')}"
         cells.append((render.count(row["misses"]), render.size(row["bytes"]), what))
     columns = ("misses", "bytes", "what took the buffers that would have served")
     return [Text(), render.table("Buffers that were lost", columns, cells)]

@@ -38,6 +38,25 @@ KINDS = {
     Outcome.NotKept: "limit",
 }
 
+# What people read, by kind of miss: the reason,
+MISS_REASONS = {
+    "cold": "no buffer of such a size was there before",
+    "in_use": "all buffers of such a size were in use",
+    "window": "a larger buffer was cached, too large to be taken",
+    "cleared": "one was cached, and clear_cache() gave it back",
+    "trimmed": "one was cached, and went for the cache limit",
+    "reclaimed": "one was cached, and went for the memory limit",
+    "limit": "one was freed, and did not fit under the cache limit",
+}
+# what took the buffer where no call is known, and what is said beside one.
+TAKERS = {
+    "cleared": "a clear_cache() that was not seen",
+    "trimmed": "the cache limit",
+    "reclaimed": "the memory limit, at an allocation",
+    "limit": "the cache limit of the start, when they were freed",
+}
+WHEN_TAKEN = {"limit": ", when they were freed"}
+
 
 def cache(
     history: History,

@@ -1,23 +1,6 @@
 /** The tab "Cache": what the cache did, and what other limits would have done. */
 
 // As commands/cache.py has them.
-const MISS_REASONS = {
-  cold: "no buffer of such a size was there before",
-  in_use: "all buffers of such a size were in use",
-  window: "a larger buffer was cached, too large to be taken",
-  cleared: "one was cached, and clear_cache() gave it back",
-  trimmed: "one was cached, and went for the cache limit",
-  reclaimed: "one was cached, and went for the memory limit",
-  limit: "one was freed, and did not fit under the cache limit",
-};
-const TAKERS = {
-  cleared: "a clear_cache() that was not seen",
-  trimmed: "the cache limit",
-  reclaimed: "the memory limit, at an allocation",
-  limit: "the cache limit of the start, when they were freed",
-};
-const WHEN_TAKEN = { limit: ", when they were freed" };
-
 const MOST_LIMITS = 4; // that the program set, as lines
 const PLOT_PX = 250; // height
 const LIMIT_ROW_PX = 17; // of the lines' labels, above it
@@ -282,7 +265,7 @@ class CacheTab {
       { name: "requests", of: (row) => formatRate(row.share), number: true },
       { name: "misses", of: (row) => formatCount(row.count), number: true },
       { name: "bytes", of: (row) => formatBytes(row.bytes), number: true },
-      { name: "why", of: (row) => `${row.kind}: ${MISS_REASONS[row.kind]}` },
+      { name: "why", of: (row) => `${row.kind}: ${this.report.words.reasons[row.kind]}` },
     ]);
   }
 
@@ -290,7 +273,7 @@ class CacheTab {
     return smallTable("Buffers that were lost", this.report.evicted_by, [
       { name: "misses", of: (row) => formatCount(row.misses), number: true },
       { name: "bytes", of: (row) => formatBytes(row.bytes), number: true },
-      { name: "what took the buffers that would have served", of: takerText },
+      { name: "what took the buffers that would have served", of: (row) => takerText(row, this.report.words) },
     ]);
   }
 
@@ -360,11 +343,11 @@ function framePlace({ file, line, function: name }) {
 }
 
 /** What took buffers: a call with its line, or a limit. */
-function takerText({ kind, call, value, frames }) {
-  if (!call) return TAKERS[kind];
+function takerText({ kind, call, value, frames }, words) {
+  if (!call) return words.takers[kind];
   const size = call === "clear_cache" ? "" : formatBytes(value);
   const where = frames.length ? shorten(frameText(framePlace(frames[0])), 60) : UNSEEN;
-  return `${call}(${size}) at ${where}${WHEN_TAKEN[kind] ?? ""}`;
+  return `${call}(${size}) at ${where}${words.when[kind] ?? ""}`;
 }
 
 function roundingText({ steps_per_doubling: steps }) {

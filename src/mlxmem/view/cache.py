@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from mlxmem.reports.cache import cache
+from mlxmem.reports.cache import MISS_REASONS, TAKERS, WHEN_TAKEN, cache
 from mlxmem.reports.history import History
 from mlxmem.reports.reading import SnapshotError
 from mlxmem.reports.rows import Row
@@ -22,9 +22,9 @@ def describe(history: History, by: str = "line") -> Row | None:
     Returns
     -------
     dict or None
-        The report without `what_if.rows`, which the curve shows; None where there is
-        nothing to say: PyTorch wrote the file, it does not tell what was cached, or
-        nothing was allocated.
+        The report without `what_if.rows`, which the curve shows, and with `words` for
+        kinds of misses; None where there is nothing to say: PyTorch wrote the file, it
+        does not tell what was cached, or nothing was allocated.
     """
     # Half of a report's time are replays; without a request there is no need of any.
     if not (history.blocks["start"] >= 0).any():
@@ -36,4 +36,5 @@ def describe(history: History, by: str = "line") -> Row | None:
     if not report["totals"]["allocations"]:
         return None
     del report["what_if"]["rows"]
-    return report
+    words = {"reasons": MISS_REASONS, "takers": TAKERS, "when": WHEN_TAKEN}
+    return report | {"words": words}
