@@ -27,10 +27,11 @@ NAMES = (
 )
 # What these give back is the counter that they clear; MLX returns nothing.
 _CLEARED = {"clear_cache": "get_cache_memory", "reset_peak_memory": "get_peak_memory"}
-MOST = 10_000  # calls that are kept, the last ones
+MOST = 10_000  # calls that are kept, the last ones: limits, and apart from them others
 
 _replaced: list[tuple[Any, str, Any, Any]] = []  # module, name, original, replacement
-_calls: deque[SettingCall] = deque(maxlen=MOST)
+_limits: deque[SettingCall] = deque(maxlen=MOST)
+_others: deque[SettingCall] = deque(maxlen=MOST)
 _inside = threading.local()  # names of the functions that this thread is in
 
 
@@ -45,7 +46,8 @@ def watch(mx: Any, position: Callable[[], tuple[int, int]]) -> None:
         Books what happened, and returns how many events there are and the
         microseconds since the session began. Asked before and after each call.
     """
-    _calls.clear()
+    _limits.clear()
+    _others.clear()
     if _replaced:
         return
     for module in (mx, getattr(mx, "metal", None)):
@@ -68,7 +70,11 @@ def unwatch() -> None:
 
 def collect() -> tuple[SettingCall, ...]:
     """Return the calls of the running or last session."""
-    return tuple(_calls)
+    return tuple(sorted((*_limits, *_others), key=_when))
+
+
+def _when(call: SettingCall) -> tuple[int, int]:
+    return call.mark.at, call.mark.timestamp_us
 
 
 def _noted(
@@ -96,7 +102,8 @@ def _noted(
         # The innermost frame is this one.
         stack = _interner.resolve_traceback(_interner.capture_traceback()) or []
         value = 0 if name in _CLEARED else _number(next(_values(args, kwargs), None))
-        _calls.append(
+        calls = _others if name in _CLEARED else _limits
+        calls.append(
             SettingCall(
                 Mark(at, time_us, threading.get_native_id(), name),
                 value,

@@ -75,6 +75,8 @@ RAW_NODE = np.dtype(
         ("pending", "u4"),  # 1 = not evaluated
     ]
 )
+# A buffer in MLX's cache.
+RAW_CACHED = np.dtype([("addr", "u8"), ("size", "u8")])
 # Node totals at a moment; `at` as in Mark.
 RAW_NODE_SAMPLE = np.dtype(
     [("at", "u8"), ("timestamp_us", "i8"), ("live", "u8"), ("pending", "u8")]
@@ -316,6 +318,9 @@ class Recording:
         Each moment at which active rose above the memory limit.
     times : AllocatorTimes or None
         None where the allocator's calls can't be measured.
+    cached_at_enable : ndarray of RAW_CACHED, shape (k,), or None
+        MLX's cache when the session began, oldest buffer first; None where it can't be
+        read.
     """
 
     events: Records
@@ -341,6 +346,7 @@ class Recording:
     nodes: Nodes | None = None
     crossings: Sequence[Mark] = ()
     times: AllocatorTimes | None = None
+    cached_at_enable: Records | None = None
 
 
 @contextlib.contextmanager

@@ -192,6 +192,7 @@ def recording() -> Recording:
         calls=calls,
         ooms=_oom.ooms(),
         nodes=_hook.copy_nodes(),
+        cached_at_enable=getattr(_hook, "cache_at_start", lambda: None)(),
         crossings=crossings,
         times=_hook.allocator_times(),
     )

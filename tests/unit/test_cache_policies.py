@@ -140,7 +140,7 @@ def test_named_policies() -> None:
 @pytest.mark.parametrize(
     ("name", "given", "message"),
     [
-        ("gpu", {}, "there is no policy 'gpu'; the policies are cpu, metal, cuda"),
+        ("gpu", {}, "there is no policy 'gpu', only cpu, metal, cuda; valid forms"),
         ("", {}, "there is no policy ''"),
         ("metal", {}, "the policy metal needs ram, the machine's memory; valid forms"),
         ("metal", {"working_set": "10GB"}, "the policy metal needs ram"),

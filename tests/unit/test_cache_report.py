@@ -13,12 +13,15 @@ from click.testing import CliRunner
 from handmade import STACKS, THREAD, Heap
 
 import mlxmem
-from mlxmem.cache import CpuPolicy, MetalPolicy
+from mlxmem.cache import CpuPolicy, CudaPolicy, MetalPolicy
+from mlxmem.cache.advice import recommend
+from mlxmem.cache.replay import follow, predict
 from mlxmem.cache.rounding import round_up
+from mlxmem.cache.trace import UNSEEN_CLEAR, of_history
 from mlxmem.cli import main
-from mlxmem.events import Action, AllocatorTimes, Mark, SettingCall
+from mlxmem.events import RAW_CACHED, Action, AllocatorTimes, Mark, SettingCall
 from mlxmem.reports.cache import cache
-from mlxmem.reports.history import History, from_snapshot
+from mlxmem.reports.history import History, from_snapshot, read
 from mlxmem.reports.reading import SnapshotError
 from mlxmem.snapshot import build, dump
 
@@ -79,7 +82,7 @@ class Cpu(Heap):
         return from_snapshot(build(self.made(**changes)), name="out.pickle")
 
     def made(self, **changes: Any) -> Any:
-        settings = {**SETTINGS, "cache_limit": self.limit}
+        settings = {**SETTINGS, "cache_limit_at_start": self.first_limit}
         fields = {"calls": self.calls, "settings": settings}
         return self.recording(**{**fields, **changes})
 
@@ -229,15 +232,19 @@ def test_what_was_cached_before_counts() -> None:
 
 
 def test_what_if_and_recommendation() -> None:
-    what_if = cache(two_sizes(), limits=[0, 250 * KiB])["what_if"]
+    what_if = cache(two_sizes(), limits=[250 * KiB])["what_if"]
 
-    assert [(r["cache_limit"], r["hits"]) for r in what_if["rows"]] == [
-        (0, 0),
+    shown = [(r["label"], r["cache_limit"], r["hits"]) for r in what_if["rows"]]
+    assert shown == [
+        ("no cache", 0, 0),
         # 100 KiB is kept first, and 200 KiB never fits beside it.
-        (250 * KiB, 49),
+        ("", 250 * KiB, 49),
+        ("recommended", MiB, 98),
+        ("no limit", None, 98),
     ]
+    assert what_if["exact"]
     best = what_if["recommendation"]
-    assert 300 * KiB <= best["cache_limit"] < 305 * KiB
+    assert best["cache_limit"] == MiB
     assert (best["hit_rate"], best["best_hit_rate"]) == (0.98, 0.98)
     assert best["peak_reserved"] == 300 * KiB
     limits = [point["cache_limit"] for point in what_if["curve"]]
@@ -348,7 +355,7 @@ def test_an_empty_recording() -> None:
 
     assert report["totals"]["allocations"] == 0
     assert report["lines"] == report["evicted_by"] == []
-    assert report["what_if"]["recommendation"]["cache_limit"] == 0
+    assert report["what_if"]["recommendation"]["cache_limit"] is None
     assert report["what_if"]["recommendation"]["reason"] == "nothing was allocated"
 
 
@@ -386,11 +393,11 @@ def test_command_prints_what_people_need(pickled: str) -> None:
     assert done.exit_code == 0, done.output
     text = " ".join(done.output.split())
     assert "Hits: 0.0% of 21 requests" in text
-    assert "window: a larger buffer was cached, too large to be taken" in text
+    assert "window: a buffer was cached, but larger than the window" in text
     assert "clear_cache() at /app/train.py:41 <module>" in text
-    assert "all as recorded" in text
+    assert "the replay took all 62 decisions as MLX did" in text
     assert "61.0 MiB" in text
-    assert "Recommended: mx.set_cache_limit(" in text
+    assert "Recommended: nothing: no request was recorded that a cache" in text
     assert "powers of two" in text
 
 
@@ -400,7 +407,9 @@ def test_command_and_function_agree(pickled: str) -> None:
     )
 
     report = json.loads(done.output)
-    assert report["what_if"]["rows"][0]["cache_limit"] == 10**9
+    mine = cache(read(pickled), limits=[10**9], policy=CudaPolicy("80GB"))
+    assert report == json.loads(json.dumps(mine | {"file": report["file"]}))
+    assert report["what_if"]["rows"][1]["cache_limit"] == 10**9
     assert report["what_if"]["policy"]["name"] == "cuda"
     assert report["what_if"]["policy"]["memory_limit"] == int(80e9 * 0.95)
 
@@ -410,11 +419,11 @@ def test_command_and_function_agree(pickled: str) -> None:
     [
         (["--limit", "64 XB"], "--limit: '64 XB' is no size; write a number of bytes"),
         (["--limit", "-5"], "--limit: '-5' is no size"),
-        (["--policy", "gpu"], "the policies are cpu, metal, cuda"),
+        (["--policy", "gpu"], "only cpu, metal, cuda; valid forms:"),
         (["--policy", "metal"], "needs ram"),
         (["--policy", "cuda"], "needs total"),
         (["--policy", "cpu", "--ram", "1GB"], "takes no ram; valid forms:"),
-        (["--ram", "1GB"], "--ram is a number of a policy: say --policy metal --ram"),
+        (["--ram", "1GB"], "ram is a number of a named policy; valid forms:"),
         (["--policy", "metal", "--ram", "0"], "ram must be more than 0; valid forms"),
         (
             ["--policy", "metal", "--ram", "1GB", "--working-set", "2GB"],
@@ -448,9 +457,9 @@ def test_functions_before_enable_say_what_to_call() -> None:
 @pytest.mark.parametrize(
     ("arguments", "error", "message"),
     [
-        ({"policy": "gpu"}, ValueError, "the policies are"),
+        ({"policy": "gpu"}, ValueError, "only cpu, metal, cuda"),
         ({"policy": "metal"}, ValueError, 'ram "16GB"'),
-        ({"ram": "16 GB"}, ValueError, 'policy="metal", ram="16 GB"'),
+        ({"ram": "16 GB"}, ValueError, "named policy; valid forms"),
         ({"policy": 3}, TypeError, "one of mlxmem.cache"),
         ({"policy": CpuPolicy(), "total": 3}, ValueError, "named policy"),
         ({"policy": "cuda", "total": -1}, ValueError, "can't be negative"),
@@ -465,3 +474,130 @@ def test_functions_refuse_bad_values(
             call(**arguments)
     with pytest.raises(ValueError, match="is no size"):
         mlxmem.cache_stats(limits=["64 XB"])
+
+
+def test_the_recommendation_is_the_smallest_in_whole_mib() -> None:
+    # GIVEN buffers of 1 to 20 MiB, the small ones far more often
+    cpu = Cpu(limit=1 << 40)
+    pick = np.random.default_rng(5)
+    for _ in range(600):
+        cpu.drop(cpu.alloc(MiB * min(int(pick.exponential(4)) + 1, 20)))
+    trace = of_history(cpu.history())
+
+    # WHEN every limit is tried
+    tried = [predict(trace, CpuPolicy(n * MiB)) for n in range(300)]
+    best = max(found.hit_rate for found in tried)
+    best_bytes = max(found.hit_rate_bytes for found in tried)
+    good = [
+        n
+        for n, found in enumerate(tried)
+        if found.hit_rate >= best - 0.01 and found.hit_rate_bytes >= best_bytes - 0.01
+    ]
+
+    # THEN none below the recommended one is good
+    found = recommend(trace)
+    assert found.limit == good[0] * MiB
+    assert found.best_hit_rate == best
+    assert good[0] > 20  # which takes a search
+
+
+def test_a_full_cache_at_the_start_gives_way_to_a_lower_limit() -> None:
+    # GIVEN 20 MiB cached before, of which nothing is known, and two sizes in turn
+    cpu = Cpu()
+    cpu.nameless_cache = 20 * MiB
+    for _ in range(50):
+        for size in (100 * KiB, 200 * KiB):
+            cpu.drop(cpu.alloc(size))
+    history = cpu.history()
+
+    # WHEN
+    report = cache(history, limits=[MiB, 25 * MiB])
+
+    # THEN a limit of 1 MiB would have emptied it, and serves as well as any
+    rows = {row["cache_limit"]: row for row in report["what_if"]["rows"]}
+    assert rows[MiB]["hits"] == rows[25 * MiB]["hits"] == 98
+    assert rows[MiB]["peak_cache"] == 300 * KiB
+    assert rows[25 * MiB]["peak_cache"] == 20 * MiB + 300 * KiB
+    assert report["what_if"]["recommendation"]["cache_limit"] == MiB
+    assert not report["what_if"]["exact"]
+
+
+def test_what_mlx_listed_at_the_start_is_known() -> None:
+    # GIVEN three buffers that were cached before, the middle one of which is reused
+    cpu = Cpu()
+    old = [cpu.existing(n * 100 * KiB, cached=True) for n in (3, 2, 1)]
+    cpu.order += old
+    listed = np.array([(a, cpu.buffers[a].size) for a in old], RAW_CACHED)
+    cpu.drop(cpu.alloc(200 * KiB))
+
+    # WHEN
+    history = cpu.history(cached_at_enable=listed)
+
+    # THEN all three are there in the order of their age
+    start = history.cache_at_start
+    assert start is not None
+    assert start.sizes.tolist() == [300 * KiB, 200 * KiB, 100 * KiB]
+    assert start.unknown == 0
+    assert cache(history)["what_if"]["exact"]
+
+
+def test_listed_buffers_are_the_oldest_where_events_were_dropped() -> None:
+    cpu = Cpu()
+    listed = np.array([(1 << 30, 50 * KiB)], RAW_CACHED)
+    cpu.nameless_cache = 50 * KiB
+    for _ in range(10):
+        cpu.drop(cpu.alloc(100 * KiB))
+
+    start = cpu.history(cached_at_enable=listed, max_entries=5).cache_at_start
+
+    assert start is not None
+    assert start.sizes.tolist()[0] == 50 * KiB
+    assert start.unknown == 0
+
+
+def test_rates_are_of_the_time_that_was_kept() -> None:
+    cpu = Cpu()
+    for n in range(1, 101):
+        cpu.drop(cpu.alloc(n * MiB))
+
+    totals = cache(cpu.history(max_entries=20))["totals"]
+
+    # Twenty events, 10 us from one to the next.
+    assert totals["duration_us"] == 190
+    assert totals["system_allocations_per_s"] == round(10 / 190e-6, 1)
+
+
+def test_a_ring_that_cuts_a_clear_makes_no_clear_of_the_rest() -> None:
+    cpu = Cpu()
+    for n in (1, 2, 3):
+        cpu.alloc(n * 100 * KiB)
+    for addr in list(cpu.buffers):
+        cpu.drop(addr)
+    cpu.clear()
+    cpu.drop(cpu.alloc(100 * KiB))
+
+    followed = follow(of_history(cpu.history(max_entries=4)))
+
+    assert followed.totals["mismatches"] == 0
+    assert UNSEEN_CLEAR not in followed.trace.rows["call"]
+
+
+def test_a_limit_that_changed_unseen_explains_its_evictions() -> None:
+    # GIVEN a change that was noticed before the evictions that belong to it
+    cpu = Cpu()
+    for n in (1, 2, 3):
+        cpu.alloc(n * 100 * KiB)
+    for addr in list(cpu.buffers):
+        cpu.drop(addr)
+    began = len(cpu.rows)
+    cpu.set_limit(350 * KiB)
+    mark = Mark(began, 10 * began, THREAD, "set_cache_limit")
+    change = SettingCall(mark, 350 * KiB, 32 * MiB, (), began)
+    cpu.drop(cpu.alloc(50 * KiB))
+
+    # WHEN
+    totals = follow(of_history(cpu.history(calls=[change]))).totals
+
+    # THEN
+    assert (totals["mismatches"], totals["unseen"]) == (0, 0)
+    assert totals["evictions"] == 2

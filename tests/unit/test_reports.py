@@ -693,3 +693,19 @@ def test_times_count_from_the_first_entry() -> None:
     assert history.time_us[0] == START_US
     assert summary(history)["start"]["time_us"] == 0
     assert summary(history)["end"]["time_us"] == 10 * (len(busy_heap().rows) - 1)
+
+
+def test_summary_points_to_the_cache_where_it_holds_more_than_arrays() -> None:
+    heap = Heap()
+    for _ in range(3):
+        heap.free(heap.new(1000))
+    kept = Heap()
+    kept.new(1000)
+
+    def printed(heap: Heap, folder: str) -> str:
+        with CliRunner().isolated_filesystem():
+            dump(heap.recording(), folder)
+            return CliRunner().invoke(main, ["summary", folder]).output
+
+    assert "`mlxmem cache`" in printed(heap, "out.pickle")
+    assert "`mlxmem cache`" not in printed(kept, "out.pickle")

@@ -25,7 +25,6 @@ cdef extern from "buffer_cache.h" namespace "mlxmem::cache":
         int32_t trims_at_once
 
 cdef extern from "replay.h" namespace "mlxmem::cache":
-    cdef int kOutcomes
     cdef struct Row:
         pass
     cdef struct Rows:

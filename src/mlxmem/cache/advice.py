@@ -5,15 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from mlxmem.cache.policies import NO_LIMIT, Policy
+from mlxmem.cache.policies import NO_LIMIT, MiB, Policy
 from mlxmem.cache.replay import Predicted, predict
 from mlxmem.cache.trace import Trace
 from mlxmem.units import format_bytes
 
-TOLERANCE = 0.01  # of the hit rate, by which a limit may stay below the best
+TOLERANCE = 0.01  # by which a hit rate may stay below the best one
 _SMALLEST = 4096  # bytes: a limit below keeps hardly anything
-_STEPS_PER_DOUBLING = 2
-_REFINEMENTS = 7
+_REFINEMENTS = 8  # halvings, down to the unit that a limit is rounded to
 _BITS = 8  # of a limit that is recommended, one part in 128
 
 
@@ -21,26 +20,33 @@ _BITS = 8  # of a limit that is recommended, one part in 128
 class CacheLimit:
     """A cache limit that the recorded requests call for.
 
+    Rates are 0 to 1: of requests, and of the bytes that they ask for.
+
     Attributes
     ----------
-    limit : int
-        Bytes, for `mx.set_cache_limit`.
-    hit_rate, best_hit_rate : float
-        What part of the requests the cache serves at this limit, and at the best one.
-    hit_rate_bytes, best_hit_rate_bytes : float
-        What part of the requested bytes.
-    peak_reserved : int
-        The highest active + cache at this limit, bytes.
+    limit : int or None
+        Bytes, for `mx.set_cache_limit`; None where no limit gives any hit.
+    hit_rate, hit_rate_bytes : float
+        At this limit.
+    best_hit_rate, best_hit_rate_bytes : float
+        At the best limit for each.
+    recorded_hit_rate, recorded_hit_rate_bytes : float
+        As recorded.
+    peak_reserved, recorded_peak_reserved : int
+        The highest active + cache at this limit and as recorded, bytes.
     reason : str
         Why this one.
     """
 
-    limit: int
+    limit: int | None
     hit_rate: float
-    best_hit_rate: float
     hit_rate_bytes: float
+    best_hit_rate: float
     best_hit_rate_bytes: float
+    recorded_hit_rate: float
+    recorded_hit_rate_bytes: float
     peak_reserved: int
+    recorded_peak_reserved: int
     reason: str
 
 
@@ -65,10 +71,10 @@ def curve(trace: Trace, policy: Policy | None = None) -> list[Predicted]:
     largest = predict(trace, policy.with_limits(cache_limit=NO_LIMIT))
     most = largest.totals["peak_cache"]
     limits = {0, most}
-    limit, step = float(most), 2 ** (1 / _STEPS_PER_DOUBLING)
+    limit = most
     while limit > _SMALLEST:
-        limits.add(int(limit))
-        limit /= step
+        limits.add(limit)
+        limit //= 2
     found = [predict(trace, policy.with_limits(cache_limit=n)) for n in sorted(limits)]
     return found
 
@@ -78,10 +84,10 @@ def recommend(
     policy: Policy | None = None,
     points: Sequence[Predicted] | None = None,
 ) -> CacheLimit:
-    """Return the smallest limit whose hit rate is within 1 % of the best.
+    """Return the smallest limit within one percentage point of the best hit rate.
 
     That holds for requests and for bytes: a small cache that serves each scalar and no
-    large array would pass by requests alone.
+    large array would pass by requests alone. The limit is rounded up to a MiB.
 
     Parameters
     ----------
@@ -125,14 +131,19 @@ def recommend(
         tried = predict(trace, policy.with_limits(cache_limit=neat))
         if is_enough(tried):
             chosen = tried
+    recorded = predict(trace, fixed_limit=False)
+    useful = policy.has_cache and best.hits > 0
     return CacheLimit(
-        _limit(chosen),
-        chosen.hit_rate,
-        best.hit_rate,
-        chosen.hit_rate_bytes,
-        best_bytes,
-        chosen.totals["peak_reserved"],
-        _reason(chosen, best, best_bytes, points[-1]),
+        limit=_limit(chosen) if useful else None,
+        hit_rate=chosen.hit_rate,
+        hit_rate_bytes=chosen.hit_rate_bytes,
+        best_hit_rate=best.hit_rate,
+        best_hit_rate_bytes=best_bytes,
+        recorded_hit_rate=recorded.hit_rate,
+        recorded_hit_rate_bytes=recorded.hit_rate_bytes,
+        peak_reserved=chosen.totals["peak_reserved"],
+        recorded_peak_reserved=recorded.totals["peak_reserved"],
+        reason=_reason(chosen, best, best_bytes, recorded),
     )
 
 
@@ -141,29 +152,35 @@ def _limit(point: Predicted) -> int:
 
 
 def _rounded(limit: int) -> int:
-    """Round up to a number with few significant bits."""
-    unit = 1 << max(limit.bit_length() - _BITS, 0)
+    """Round up to a whole MiB, and where that is many to few significant bits."""
+    unit = max(MiB, 1 << max(limit.bit_length() - _BITS, 0))
     return -(-limit // unit) * unit
 
 
 def _reason(
-    chosen: Predicted, best: Predicted, best_bytes: float, largest: Predicted
+    chosen: Predicted, best: Predicted, best_bytes: float, recorded: Predicted
 ) -> str:
+    if not best.policy.has_cache:
+        return "this MLX caches nothing on the CPU, so no limit changes anything"
     if not best.allocations:
         return "nothing was allocated"
     if not best.hits:
         return (
-            "no limit serves a single request from the cache: each asks for a size "
-            "that nothing freed before has"
+            "no request was recorded that a cache could serve, at any limit; record "
+            "some whole steps"
         )
-    reserved = format_bytes(chosen.totals["peak_reserved"])
-    most = format_bytes(largest.totals["peak_reserved"])
-    limit = "no cache at all is" if not _limit(chosen) else "the smallest limit"
-    text = (
-        f"{limit} within 1 % of the best hit rate: {chosen.hit_rate:.1%} of requests "
-        f"and {chosen.hit_rate_bytes:.1%} of bytes, the best are {best.hit_rate:.1%} "
-        f"and {best_bytes:.1%}; reserved peaks at {reserved}"
+    limit = "no cache at all" if not _limit(chosen) else "the smallest limit"
+    return (
+        f"{limit} within one percentage point of the best hit rate: "
+        f"{_percent(chosen.hit_rate)} of requests and "
+        f"{_percent(chosen.hit_rate_bytes)} of bytes hit (at best "
+        f"{_percent(best.hit_rate)} and {_percent(best_bytes)}, as recorded "
+        f"{_percent(recorded.hit_rate)} and {_percent(recorded.hit_rate_bytes)}); "
+        f"reserved peaks at {format_bytes(chosen.totals['peak_reserved'])}, as "
+        f"recorded at {format_bytes(recorded.totals['peak_reserved'])}"
     )
-    if chosen.totals["peak_reserved"] < largest.totals["peak_reserved"]:
-        text += f", {most} without a limit"
-    return text
+
+
+def _percent(rate: float) -> str:
+    # Rounded as in the reports' JSON first, so that tables show the same.
+    return f"{round(rate, 4):.1%}"

@@ -130,9 +130,19 @@ class BufferCache {
   size_t count() const {
     return by_size_.size();
   }
-  // Bytes that count, and neither serve nor leave.
+  // Bytes that count, and neither serve nor leave by themselves.
   void add_unknown(uint64_t bytes) {
     bytes_ += bytes;
+    unknown_ += bytes;
+  }
+  // Takes them away as the oldest buffers, or with all others; returns how many
+  // bytes there are still to give back.
+  uint64_t give_back_unknown(uint64_t bytes) {
+    bool all = bytes >= 0.9 * bytes_;
+    uint64_t taken = all ? unknown_ : std::min(unknown_, bytes);
+    bytes_ -= taken;
+    unknown_ -= taken;
+    return all ? bytes_ : bytes - taken;
   }
 
   void add(uint32_t number) {
@@ -206,6 +216,7 @@ class BufferCache {
   uint32_t newest_ = kNone;
   uint32_t oldest_ = kNone;
   uint64_t bytes_ = 0;
+  uint64_t unknown_ = 0; // of these
   uint64_t next_order_ = 0;
 };
 

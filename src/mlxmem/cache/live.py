@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from mlxmem import recorder
-from mlxmem.cache.policies import Policy, named_policy
+from mlxmem.cache.policies import Policy, chosen_policy
 from mlxmem.units import parse_bytes
 
 if TYPE_CHECKING:
@@ -17,7 +17,7 @@ def cache_stats(
     by: str = "line",
     top: int = 20,
     *,
-    limits: Sequence[int | str] = (),
+    limits: int | str | Sequence[int | str] = (),
     policy: Policy | str | None = None,
     ram: int | str | None = None,
     working_set: int | str | None = None,
@@ -25,8 +25,8 @@ def cache_stats(
 ) -> dict[str, Any]:
     """Return what the buffer cache did in the running or last session.
 
-    The same as `mlxmem cache --json` prints of a dump. Takes some seconds for a million
-    events, since the session is replayed under some thirty limits.
+    The same as `mlxmem cache --json` prints of a dump. The session is replayed under
+    some thirty limits: expect ten seconds for a million events.
 
     Parameters
     ----------
@@ -34,7 +34,7 @@ def cache_stats(
         What a row of `lines` stands for, as `--by`.
     top : int
         Most rows.
-    limits : sequence of int or str
+    limits : int, str or sequence of these
         Cache limits to replay under: bytes, or sizes like "64 MB".
     policy : Policy or str, optional
         Whose rules to replay under: one of `mlxmem.cache`, or "cpu", "metal" (needs
@@ -59,8 +59,9 @@ def cache_stats(
     from mlxmem.reports.cache import cache
     from mlxmem.reports.history import from_snapshot
 
-    sizes = [parse_bytes(limit) for limit in limits]
-    chosen = _chosen(policy, ram, working_set, total)
+    several = [limits] if isinstance(limits, (int, str)) else limits
+    sizes = [parse_bytes(limit) for limit in several]
+    chosen = chosen_policy(policy, ram, working_set, total)
     return cache(from_snapshot(recorder.snapshot()), by, top, sizes, chosen)
 
 
@@ -71,10 +72,10 @@ def recommend_cache_limit(
     working_set: int | str | None = None,
     total: int | str | None = None,
 ) -> CacheLimit:
-    """Return the smallest cache limit whose hit rate is within 1 % of the best.
+    """Return the smallest cache limit within one percentage point of the best hit rate.
 
-    It holds for what the running or last session recorded, by requests and by bytes.
-    Record a phase that is typical, not the start alone.
+    It holds for what the running or last session recorded, by requests and by bytes,
+    and is rounded up to a MiB. Record a phase that is typical, not the start alone.
 
     Parameters
     ----------
@@ -84,8 +85,9 @@ def recommend_cache_limit(
     Returns
     -------
     CacheLimit
-        `limit` (bytes), `hit_rate`, `best_hit_rate`, `hit_rate_bytes`,
-        `best_hit_rate_bytes` (0 to 1), `peak_reserved` (bytes) and `reason`.
+        `limit` (bytes; None where no limit gives any hit), `hit_rate`,
+        `hit_rate_bytes` and both as recorded and at best (0 to 1), `peak_reserved`
+        (bytes), at this limit and as recorded, and `reason`.
 
     Raises
     ------
@@ -96,34 +98,13 @@ def recommend_cache_limit(
 
     Examples
     --------
-    >>> mx.set_cache_limit(mlxmem.recommend_cache_limit().limit)
+    >>> best = mlxmem.recommend_cache_limit()
+    >>> if best.limit is not None:
+    ...     mx.set_cache_limit(best.limit)
     """
     from mlxmem.cache.advice import recommend
     from mlxmem.cache.replay import follow
     from mlxmem.cache.trace import of_recording
 
-    chosen = _chosen(policy, ram, working_set, total)
+    chosen = chosen_policy(policy, ram, working_set, total)
     return recommend(follow(of_recording(recorder.recording())).trace, chosen)
-
-
-def _chosen(
-    policy: Policy | str | None,
-    ram: int | str | None,
-    working_set: int | str | None,
-    total: int | str | None,
-) -> Policy | None:
-    numbers = {"ram": ram, "working_set": working_set, "total": total}
-    if isinstance(policy, str):
-        return named_policy(policy, **numbers)
-    for name, value in numbers.items():
-        if value is not None:
-            raise ValueError(
-                f'{name} is a number of a named policy: say policy="metal", '
-                'ram="16 GB", or policy="cuda", total="80 GB"'
-            )
-    if policy is not None and not isinstance(policy, Policy):
-        raise TypeError(
-            f'policy must be one of mlxmem.cache, "cpu", "metal" or "cuda", not '
-            f"{policy!r}"
-        )
-    return policy

@@ -221,11 +221,12 @@ def named_policy(
         There is no such policy, a number is missing, bad, or of another policy; the
         message shows a form that works.
     """
+    name = name.lower()
     given = {"ram": ram, "working_set": working_set, "total": total}
     takes = {"cpu": (), "metal": ("ram", "working_set"), "cuda": ("total",)}
     if name not in takes:
         raise ValueError(
-            f"there is no policy {name!r}; the policies are " + ", ".join(takes)
+            f"there is no policy {name!r}, only {', '.join(takes)}; {_FORMS}"
         )
     for key, value in given.items():
         if value is not None and key not in takes[name]:
@@ -241,9 +242,36 @@ def named_policy(
     if ram is None:
         raise ValueError(f"the policy metal needs ram, the machine's memory; {_FORMS}")
     memory = _positive(ram, "ram")
-    return MetalPolicy(
-        usual_working_set(memory) if working_set is None else working_set, memory
-    )
+    if working_set is None:
+        working_set = max(usual_working_set(memory), 1)
+    return MetalPolicy(working_set, memory)
+
+
+def chosen_policy(
+    policy: Policy | str | None,
+    ram: int | str | None,
+    working_set: int | str | None,
+    total: int | str | None,
+) -> Policy | None:
+    """Return the policy that was asked for by object or name, None for none.
+
+    Raises
+    ------
+    TypeError, ValueError
+        As from `named_policy`; or numbers were given without a name.
+    """
+    numbers = {"ram": ram, "working_set": working_set, "total": total}
+    if isinstance(policy, str):
+        return named_policy(policy, **numbers)
+    for name, value in numbers.items():
+        if value is not None:
+            raise ValueError(f"{name} is a number of a named policy; {_FORMS}")
+    if policy is not None and not isinstance(policy, Policy):
+        raise TypeError(
+            'policy must be one of mlxmem.cache, "cpu", "metal" or "cuda", not '
+            f"{policy!r}"
+        )
+    return policy
 
 
 _FORMS = (

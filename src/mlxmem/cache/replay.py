@@ -112,6 +112,10 @@ def follow(trace: Trace) -> Followed:
     totals, outcomes, causes, unseen, mismatches = _replay.follow(
         trace.rows, trace.cached, trace.unknown, trace.active, trace.policy
     )
+    if trace.dropped:
+        # A ring that cuts a clear or a trim in two lost the call with its first half.
+        begins = np.flatnonzero(trace.rows["op"] < EVICT)
+        unseen[: begins[0] if len(begins) else len(unseen)] = False
     if unseen.any():
         rows = trace.rows.copy()
         rows["call"][unseen & (rows["op"] == EVICT)] = UNSEEN_CLEAR
@@ -153,13 +157,10 @@ def predict(
     if requested is not None:
         rows = rows.copy()
         rows["requested"] = requested
-    unknown = trace.unknown
-    if fixed_limit:
-        unknown = min(unknown, policy.cache_limit)
     totals, whats, causes, reserved = _replay.predict(
         rows,
         trace.cached,
-        unknown,
+        trace.unknown,
         trace.active,
         policy,
         fixed_limit=fixed_limit,

@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from mlxmem.cache._replay import CACHED, ROW
 from mlxmem.cache.policies import NO_LIMIT, CpuPolicy, CudaPolicy, MetalPolicy, Policy
-from mlxmem.cache.start import cache_at_start
+from mlxmem.cache.start import CacheStart, cache_at_start
 from mlxmem.events import Action, Recording
 from mlxmem.ledger import Ledger
 from mlxmem.reports.history import KINDS, History
@@ -41,7 +41,7 @@ class TracedCall(NamedTuple):
     number: int
     name: str
     value: int  # bytes
-    previous: int | None
+    seen: bool  # else only what it changed was
     began: int  # event before which it began
     ended: int
 
@@ -71,7 +71,7 @@ class Trace:
     policy : Policy
         What it was recorded under: the backend's rules, the limits at the start.
     dropped : int
-        Events that fell out of the ring before the first row.
+        Events that fell out of the ring before the first row; -1 = some.
     """
 
     rows: npt.NDArray[np.void]
@@ -87,6 +87,11 @@ class Trace:
     def __len__(self) -> int:
         """Return the number of rows."""
         return len(self.rows)
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether all is known of what was cached before the first row."""
+        return not self.unknown and not self.dropped
 
     @property
     def allocations(self) -> Ints:
@@ -126,12 +131,12 @@ def of_recording(recording: Recording) -> Trace:
             number,
             call.mark.name,
             call.value or 0,
-            call.previous,
+            bool(call.stack),
             call.began - recording.dropped,
             call.mark.at - recording.dropped,
         )
         for number, call in enumerate(recording.calls)
-        if call.mark.name in CALLS
+        if _bears_on_cache(call.mark.name, call.value)
     ]
     parts = _Parts(
         rows=rows,
@@ -142,7 +147,7 @@ def of_recording(recording: Recording) -> Trace:
     return _with_calls(
         parts,
         calls,
-        CachedParts(start.addresses, start.sizes, start.unknown),
+        start,
         ledger.start_active,
         recording.settings,
         recording.dropped,
@@ -192,10 +197,10 @@ def of_history(history: History) -> Trace:
     parts = _Parts(rows, event, history.time_us[event] - history.start_us, number)
     calls = [
         TracedCall(
-            index, call.name, call.value or 0, call.previous, call.from_at, call.at
+            number, call.name, call.value or 0, bool(call.stack), call.from_at, call.at
         )
-        for index, call in enumerate(history.calls)
-        if call.name in CALLS
+        for number, call in enumerate(history.calls)
+        if _bears_on_cache(call.name, call.value)
     ]
     start = history.cache_at_start
     if start is None:
@@ -206,7 +211,7 @@ def of_history(history: History) -> Trace:
     return _with_calls(
         parts,
         calls,
-        CachedParts(*start),
+        start,
         int(blocks["size"][before].sum()),
         history.settings,
         history.dropped,
@@ -226,12 +231,8 @@ def _events_of(history: History) -> tuple[Ints, npt.NDArray[np.uint8]]:
     return event, action[event].astype(np.uint8)
 
 
-class CachedParts(NamedTuple):
-    """As `start.CacheStart`."""
-
-    addresses: Any
-    sizes: Any
-    unknown: int
+def _bears_on_cache(name: str, value: int | None) -> bool:
+    return name == "clear_cache" or (name in CALLS and value is not None)
 
 
 class _Parts(NamedTuple):
@@ -244,7 +245,7 @@ class _Parts(NamedTuple):
 def _with_calls(
     parts: _Parts,
     calls: Sequence[TracedCall],
-    start: CachedParts,
+    start: CacheStart,
     active: int,
     settings: Mapping[str, Any],
     dropped: int,
@@ -252,14 +253,9 @@ def _with_calls(
 ) -> Trace:
     """Put the calls among the rows, and tell under which policy it all began."""
     count = len(parts.rows)
-    policy = policy_of(settings, calls)
+    policy = policy_of(settings)
     # What was called before the oldest event has left its traces in the start.
     inside = [call for call in calls if not dropped or call.ended > beginning]
-    for call in calls:
-        if call not in inside and call.name == "set_cache_limit":
-            policy = policy.with_limits(cache_limit=call.value)
-        elif call not in inside and call.name == "set_memory_limit":
-            policy = policy.with_limits(memory_limit=call.value)
     extra = np.zeros(2 * len(inside), ROW)
     key = np.zeros(2 * len(inside), np.int64)
     event = np.zeros(2 * len(inside), np.int64)
@@ -272,6 +268,10 @@ def _with_calls(
         event[pair] = min(call.began, call.ended), call.ended
         number[pair] = call.number
     key = np.searchsorted(parts.event, event, side="left")
+    # A change of a limit was noticed before the evictions that belong to it.
+    for k, call in enumerate(inside):
+        while not call.seen and _is_eviction(parts.rows, key[2 * k + 1]):
+            key[2 * k + 1] += 1
     extra["owner"] = -1
     order = np.argsort(
         np.concatenate([2 * np.arange(count) + 1, 2 * key]), kind="stable"
@@ -298,15 +298,18 @@ def _with_calls(
     )
 
 
-def policy_of(settings: Mapping[str, Any], calls: Sequence[TracedCall] = ()) -> Policy:
+def _is_eviction(rows: npt.NDArray[np.void], place: int) -> bool:
+    return place < len(rows) and int(rows["op"][place]) == EVICT
+
+
+def policy_of(settings: Mapping[str, Any]) -> Policy:
     """Return the policy under which something was recorded, with its first limits.
 
     Parameters
     ----------
     settings : mapping
-        `allocator_settings`: backend, MLX's version and the limits at the end.
-    calls : sequence of TracedCall
-        The calls since, which tell what the limits were before.
+        `allocator_settings`: backend, MLX's version, and the limits at the start (or at
+        the end, in files that don't tell them).
 
     Raises
     ------
@@ -314,21 +317,18 @@ def policy_of(settings: Mapping[str, Any], calls: Sequence[TracedCall] = ()) -> 
         Backend or version are missing.
     """
     backend, version = settings.get("backend"), settings.get("mlx_version")
-    limits = {}
+    limits: dict[str, int | None] = {}
     for name in ("cache_limit", "memory_limit"):
-        first = next((c for c in calls if c.name == f"set_{name}"), None)
-        known = settings.get(name) if first is None else first.previous
+        known = settings.get(f"{name}_at_start", settings.get(name))
         limits[name] = known if isinstance(known, int) and known >= 0 else None
-    policy: Policy
     if backend == "cpu" and isinstance(version, str):
         parts = tuple(int(part) for part in re.findall(r"\d+", version)[:2])
-        policy = CpuPolicy(has_cache=parts >= (0, 32))
-    elif backend in ("cuda", "metal"):
-        total = limits["memory_limit"] or NO_LIMIT
-        policy = CudaPolicy(total) if backend == "cuda" else MetalPolicy(total, total)
-        policy = policy.with_limits(cache_limit=policy.memory_limit)
-    else:
-        raise TraceError(
-            "the recording does not tell on which backend and MLX it was made"
-        )
-    return policy.with_limits(**limits)
+        return CpuPolicy(has_cache=parts >= (0, 32)).with_limits(**limits)
+    # MLX has no getter of the cache limit; it begins as the memory limit.
+    memory_limit = limits["memory_limit"] or NO_LIMIT
+    limits = {"cache_limit": memory_limit, **{k: v for k, v in limits.items() if v}}
+    if backend == "cuda":
+        return CudaPolicy(memory_limit).with_limits(**limits)
+    if backend == "metal":
+        return MetalPolicy(memory_limit, memory_limit).with_limits(**limits)
+    raise TraceError("the recording does not tell on which backend and MLX it was made")

@@ -8,7 +8,7 @@ import click
 from rich.console import RenderableType
 from rich.text import Text
 
-from mlxmem.cache.policies import Policy, named_policy
+from mlxmem.cache.policies import NO_LIMIT, chosen_policy
 from mlxmem.commands import _report
 from mlxmem.commands._help import examples
 from mlxmem.limits import UNSEEN
@@ -16,6 +16,8 @@ from mlxmem.reports import render
 from mlxmem.reports.cache import MISS_REASONS, TAKERS, WHEN_TAKEN, cache
 from mlxmem.units import parse_bytes
 
+_LIMITS = 3  # that are named, the last ones
+_MORE = 0.05  # of the hit rate, from which on padding is advised
 _BAR = 40  # columns
 _RATES = ("hit_rate", "hit_rate_bytes")
 _STEP = 0.01  # of a rate, from which on the curve shows another point
@@ -36,7 +38,7 @@ _STEP = 0.01  # of a rate, from which on the curve shows another point
     "limits",
     metavar="SIZE",
     multiple=True,
-    help="Replay under this cache limit, like 64MB; may be repeated.",
+    help="Replay under this cache limit, like 64MB, or none; may be repeated.",
 )
 @click.option(
     "--policy", help="Replay under the rules of this backend: cpu, metal or cuda."
@@ -67,7 +69,7 @@ def command(
     recording is then replayed through a model of the cache under other limits.
     """
     sizes = [_limit_of(limit) for limit in limits]
-    chosen = _chosen(policy, ram, working_set, total)
+    chosen = chosen_policy(policy, ram, working_set, total)
     history = _report.read(file, device)
     with _report.working("replaying under other limits"):
         report = cache(history, by, top, sizes, chosen)
@@ -75,35 +77,64 @@ def command(
 
 
 def _limit_of(size: str) -> int:
+    if size.lower() == "none":
+        return NO_LIMIT
     try:
         return parse_bytes(size)
     except ValueError as error:
         raise ValueError(f"--limit: {error}") from None
 
 
-def _chosen(
-    policy: str | None, ram: str | None, working_set: str | None, total: str | None
-) -> Policy | None:
-    numbers = {"ram": ram, "working_set": working_set, "total": total}
-    if policy is not None:
-        return named_policy(policy, **numbers)
-    for name, value in numbers.items():
-        if value is not None:
-            raise ValueError(
-                f"--{name.replace('_', '-')} is a number of a policy: say "
-                "--policy metal --ram 16GB, or --policy cuda --total 80GB"
-            )
-    return None
-
-
 def parts(report: dict[str, Any]) -> list[RenderableType]:
     """Return what is printed."""
-    found: list[RenderableType] = [render.title(report), *_totals(report)]
-    found += [Text(), _misses(report), *_evicted_by(report)]
-    found += [Text(), _lines(report), Text(), *_contents(report)]
-    found += [Text(), *_what_if(report), Text(), *_curve(report)]
-    found += [Text(), *_rounding(report), _recommendation(report)]
+    found: list[RenderableType] = [render.title(report), *_dropped(report)]
+    if not report["totals"]["allocations"]:
+        return [*found, Text("Nothing was allocated.")]
+    found += [_recommendation(report), *_advice(report), Text(), *_totals(report)]
+    found += [Text(), _misses(report), *_evicted_by(report), Text(), _lines(report)]
+    if report["policy"]["has_cache"]:
+        found += [Text(), *_what_if(report), *_curve(report), *_rounding(report)]
+        found += [Text(), *_contents(report)]
     return found
+
+
+def _dropped(report: dict[str, Any]) -> list[RenderableType]:
+    if not report["dropped"]:
+        return []
+    text = "All below is of the events that were kept, the recommendation too."
+    return [Text(text, style="yellow")]
+
+
+def _recommendation(report: dict[str, Any]) -> RenderableType:
+    found = report["what_if"]["recommendation"]
+    limit = found["cache_limit"]
+    if limit is None:
+        return _line("Recommended", f"nothing: {found['reason']}")
+    text = f"mx.set_cache_limit({limit})"
+    if limit >= 1024:
+        text += f", {render.size(limit)}"
+    return _line("Recommended", f"{text}: {found['reason']}")
+
+
+def _advice(report: dict[str, Any]) -> list[RenderableType]:
+    """Say so where fewer sizes do more than any limit."""
+    rounding = report["what_if"]["rounding"]
+    best = report["what_if"]["recommendation"]
+    if rounding is None or best["cache_limit"] is None:
+        return []
+    steps = [row for row in rounding["steps"] if row["steps_per_doubling"]]
+    more = next((r for r in steps if r["hit_rate"] >= best["hit_rate"] + _MORE), None)
+    if more is None:
+        return []
+    names = ", ".join(render.short(label) for label in rounding["lines"][:3])
+    return [
+        _line(
+            "More helps",
+            f"pad the sizes of {names}: with {more['steps_per_doubling']} sizes in "
+            f"each doubling {more['hit_rate']:.1%} of requests hit, and reserved peaks "
+            f"at {render.size(more['peak_reserved'])}",
+        )
+    ]
 
 
 def _line(label: str, text: str) -> Text:
@@ -113,24 +144,18 @@ def _line(label: str, text: str) -> Text:
 
 
 def _totals(report: dict[str, Any]) -> list[RenderableType]:
-    totals, policy = report["totals"], report["policy"]
+    totals = report["totals"]
     hits = (
         f"{totals['hit_rate']:.1%} of {render.count(totals['allocations'])} requests, "
         f"{totals['hit_rate_bytes']:.1%} of {render.size(totals['requested_bytes'])}"
     )
-    limit = policy["cache_limit"]
-    rules = f"{policy['name']}, cache limit at the start " + (
-        "not known" if limit is None else render.size(limit)
-    )
-    if not policy["has_cache"]:
-        rules = f"{policy['name']}, of an MLX whose CPU backend caches nothing"
     found = [
         _line("Hits", hits),
         _line(
             "Reserved",
-            f"at most {render.size(totals['peak_reserved'])}, of that at most "
-            f"{render.size(totals['peak_active'])} active and "
-            f"{render.size(totals['peak_cache'])} in the cache",
+            f"at most {render.size(totals['peak_reserved'])}; active at most "
+            f"{render.size(totals['peak_active'])} and the cache at most "
+            f"{render.size(totals['peak_cache'])}, each at its own moment",
         ),
         _line(
             "From the system",
@@ -144,7 +169,7 @@ def _totals(report: dict[str, Any]) -> list[RenderableType]:
             f"{render.size(totals['waste_bytes'])} over all reuses, at most "
             f"{render.size(totals['peak_waste'])} at a time",
         ),
-        _line("Rules", rules),
+        _line("Limit of the cache", _limits(report)),
     ]
     times = report["times"]
     if times:
@@ -152,9 +177,32 @@ def _totals(report: dict[str, Any]) -> list[RenderableType]:
         text = f"{times['new_us']:.2f} us for a new buffer"
         if reused is not None:
             text += f", {reused:.2f} us for a cached one"
-        text += f"; misses cost about {render.duration(times['lost_us'])}"
+        share = times["lost_us"] / max(totals["duration_us"], 1)
+        text += (
+            f"; misses cost about {render.duration(times['lost_us'])} of "
+            f"{render.duration(totals['duration_us'])}, {share:.1%}"
+        )
         found.append(_line("Time in the allocator", text))
     return [*found, *_agreement(report)]
+
+
+def _limits(report: dict[str, Any]) -> str:
+    policy = report["policy"]
+    if not policy["has_cache"]:
+        return "none: this MLX caches nothing on the CPU"
+    first = policy["cache_limit"]
+    text = "not known" if first is None else render.size(first)
+    text += " at the start"
+    rows = report["limits"]
+    for row in rows[-_LIMITS:]:
+        text += f", {render.size(row['value'])} from {_place(row['frames'])}"
+    if len(rows) > _LIMITS:
+        text += f" (the last {_LIMITS} of {len(rows)})"
+    return text
+
+
+def _place(frames: list[dict[str, Any]]) -> str:
+    return render.where(frames) or UNSEEN
 
 
 def _agreement(report: dict[str, Any]) -> list[RenderableType]:
@@ -166,10 +214,16 @@ def _agreement(report: dict[str, Any]) -> list[RenderableType]:
             f"{found['first_at']}: take what is said of other limits with care"
         )
     else:
-        text = f"{render.count(found['checked'])} decisions, all as recorded"
+        text = (
+            f"the replay took all {render.count(found['checked'])} decisions as MLX "
+            "did, so that it can tell what other limits do"
+        )
     if found["unseen"]:
-        text += f"; {found['unseen']} calls that empty or trim the cache were not seen"
-    return [_line("The model", text)]
+        text += (
+            f"; {found['unseen']} times the cache gave buffers back for a call that "
+            "was not seen"
+        )
+    return [_line("Check", text)]
 
 
 def _misses(report: dict[str, Any]) -> RenderableType:
@@ -178,7 +232,7 @@ def _misses(report: dict[str, Any]) -> RenderableType:
             f"{row['share']:.1%}",
             render.count(row["count"]),
             render.size(row["bytes"]),
-            Text(f"{row['kind']}: {MISS_REASONS[row['kind']]}"),
+            Text(f"{row['kind']}: {_reason(report, row['kind'])}"),
         )
         for row in report["misses"]
         if row["count"]
@@ -187,6 +241,12 @@ def _misses(report: dict[str, Any]) -> RenderableType:
         return Text("No request missed the cache.")
     columns = ("requests", "misses", "bytes", "why")
     return render.table("Misses", columns, cells)
+
+
+def _reason(report: dict[str, Any], kind: str) -> str:
+    if kind == "limit" and not report["policy"]["has_cache"]:
+        return "one was freed, and this MLX keeps nothing"
+    return MISS_REASONS[kind]
 
 
 def _evicted_by(report: dict[str, Any]) -> list[RenderableType]:
@@ -198,8 +258,8 @@ def _evicted_by(report: dict[str, Any]) -> list[RenderableType]:
         what = TAKERS[row["kind"]]
         if row["call"]:
             value = "" if row["call"] == "clear_cache" else render.size(row["value"])
-            where = render.where(row["frames"]) or UNSEEN
-            what = f"{row['call']}({value}) at {where}{WHEN_TAKEN.get(row['kind'], '')}"
+            what = f"{row['call']}({value}) at {_place(row['frames'])}"
+            what += WHEN_TAKEN.get(row["kind"], "")
         cells.append((render.count(row["misses"]), render.size(row["bytes"]), what))
     columns = ("misses", "bytes", "what took the buffers that would have served")
     return [Text(), render.table("Buffers that were lost", columns, cells)]
@@ -214,7 +274,7 @@ def _lines(report: dict[str, Any]) -> RenderableType:
             render.count(row["sizes"]),
             f"{render.size(row['smallest'])} - {render.size(row['largest'])}",
             _main_miss(row),
-            "jump" if row["jumps"] else "",
+            "yes" if row["jumps"] else "",
             render.name(row),
         )
         for row in report["lines"]
@@ -226,7 +286,7 @@ def _lines(report: dict[str, Any]) -> RenderableType:
         "sizes",
         "from - to",
         "mostly",
-        "",
+        "jumps",
         report["by"],
     )
     return render.table("By missed bytes", columns, cells)
@@ -242,8 +302,10 @@ def _contents(report: dict[str, Any]) -> list[RenderableType]:
     contents = report["contents"]
     for name, label in (("most", "Cache at its fullest"), ("end", "Cache at the end")):
         part = contents[name]
-        if name == "end" and part == contents["most"]:
+        if part == contents["most"] and name == "end":
             continue
+        if contents["end"] == contents["most"]:
+            label += ", which is at the end"
         when = (
             f"after {render.duration(part['time_us'])} (entry {part['at']:,})"
             if part["at"] >= 0
@@ -292,10 +354,14 @@ def _histogram(name: str, rows: list[dict[str, Any]], label: Any) -> Text:
 
 def _what_if(report: dict[str, Any]) -> list[RenderableType]:
     what_if, totals = report["what_if"], report["totals"]
-    rows = [
-        ("as recorded", "", totals),
-        *((row["label"], _limit(row), row) for row in what_if["rows"]),
-    ]
+    label = "as recorded"
+    if not what_if["recorded"]:
+        label += f", on {report['policy']['name']}"
+    set_here = [row["value"] for row in report["limits"]]
+    limits = {report["policy"]["cache_limit"], *set_here}
+    recorded = "varies" if len(limits) > 1 else _limit(report["policy"])
+    rows = [(label, recorded, totals)]
+    rows += [(row["label"], _limit(row), row) for row in what_if["rows"]]
     cells = [
         (
             limit,
@@ -310,13 +376,22 @@ def _what_if(report: dict[str, Any]) -> list[RenderableType]:
     columns = (
         "cache limit",
         "hit rate",
-        "of bytes",
+        "bytes hit",
         "hits",
         "new buffers",
         "peak reserved",
         "",
     )
-    return [render.table(f"What if{_under(what_if)}", columns, cells)]
+    found: list[RenderableType] = [
+        render.table(f"What if{_under(what_if)}", columns, cells)
+    ]
+    if not what_if["exact"]:
+        text = (
+            "  about: not all is known of what was cached before the first event that "
+            "was kept"
+        )
+        found.append(Text(text, style="dim"))
+    return found
 
 
 def _under(what_if: dict[str, Any]) -> str:
@@ -351,8 +426,8 @@ def _curve(report: dict[str, Any]) -> list[RenderableType]:
         )
         for point in shown
     ]
-    columns = ("cache limit", "hit rate", "of bytes", "peak reserved", "")
-    return [render.table("Hit rate by cache limit", columns, cells)]
+    columns = ("cache limit", "hit rate", "bytes hit", "peak reserved", "")
+    return [Text(), render.table("Hit rate by cache limit", columns, cells)]
 
 
 def _rate(point: dict[str, Any]) -> tuple[str, str]:
@@ -365,7 +440,7 @@ def _rounding(report: dict[str, Any]) -> list[RenderableType]:
         return []
     cells = [
         (
-            f"{row['hit_rate']:.1%}",
+            *_rate(row),
             render.count(row["system_allocations"]),
             render.size(row["peak_reserved"]),
             Text(
@@ -378,22 +453,22 @@ def _rounding(report: dict[str, Any]) -> list[RenderableType]:
         )
         for row in found["steps"]
     ]
-    columns = ("hit rate", "new buffers", "peak reserved", "sizes rounded up to")
+    columns = (
+        "hit rate",
+        "bytes hit",
+        "new buffers",
+        "peak reserved",
+        "sizes rounded up to",
+    )
     names = ", ".join(render.short(label) for label in found["lines"][:5])
     more = len(found["lines"]) - 5
     return [
+        Text(),
         render.table("Where sizes jump, rounded up", columns, cells),
         Text(
-            f"  of {names}" + (f" and {more} more" if more > 0 else "") + "\n",
+            f"  of {names}"
+            + (f" and {more} more" if more > 0 else "")
+            + ", under the limits as they were set",
             style="dim",
         ),
     ]
-
-
-def _recommendation(report: dict[str, Any]) -> RenderableType:
-    found = report["what_if"]["recommendation"]
-    limit = found["cache_limit"]
-    text = f"mx.set_cache_limit({limit})"
-    if limit >= 1024:
-        text += f", {render.size(limit)}"
-    return _line("Recommended", f"{text}: {found['reason']}")

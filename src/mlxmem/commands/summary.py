@@ -55,6 +55,7 @@ def parts(report: dict[str, Any]) -> list[RenderableType]:
         ),
         render.moment("End", report["end"]),
         *render.visible(report["visible"]),
+        *_cache_hint(report),
         *render.crossing_line(report),
         *render.ooms(report["ooms"]),
     ]
@@ -81,6 +82,18 @@ def parts(report: dict[str, Any]) -> list[RenderableType]:
         if part:
             found += [Text(), *part]
     return found
+
+
+def _cache_hint(report: dict[str, Any]) -> list[RenderableType]:
+    """Say who knows more where the cache holds more than the arrays do."""
+    most = report["reserved_peak"]
+    if report["source"] != "mlxmem" or most["cache"] <= most["active"]:
+        return []
+    text = (
+        "MLX's cache then held more than the arrays: `mlxmem cache` says what for, and "
+        "what a limit would do."
+    )
+    return [Text(text, style="yellow")]
 
 
 def _table(title: str, rows: list[dict[str, Any]], by: str) -> RenderableType:

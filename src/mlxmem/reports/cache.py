@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
@@ -17,13 +18,14 @@ from mlxmem.cache.trace import CALLS, FREE, Trace, TraceError, of_history
 from mlxmem.reports.grouping import Groups, group
 from mlxmem.reports.history import Call, History, Ints, Mask
 from mlxmem.reports.reading import SnapshotError
-from mlxmem.reports.rows import Row, frames_of, heading, row_of, share
+from mlxmem.reports.rows import Row, call_rows, frames_of, heading, row_of, share
 
 # A line's sizes jump when it misses with so many sizes, of which each serves few of the
 # misses, and memory comes and goes: weights of many shapes stay.
 _JUMPING_SIZES = 8
 _JUMPING_MISSES = 4  # a size
 _JUMPING_TURNOVER = 4  # missed bytes by the most of them that lived at a time
+_MOST_LIMITS = 20  # that are listed
 # Ages in the cache, microseconds.
 _AGES = (0, 1_000, 10_000, 100_000, 1_000_000, 10_000_000, 60_000_000)
 
@@ -42,7 +44,7 @@ KINDS = {
 MISS_REASONS = {
     "cold": "no buffer of such a size was there before",
     "in_use": "all buffers of such a size were in use",
-    "window": "a larger buffer was cached, too large to be taken",
+    "window": "a buffer was cached, but larger than the window of reuse",
     "cleared": "one was cached, and clear_cache() gave it back",
     "trimmed": "one was cached, and went for the cache limit",
     "reclaimed": "one was cached, and went for the memory limit",
@@ -75,8 +77,8 @@ def cache(
     top : int
         Most rows in `lines` and `evicted_by`.
     limits : sequence of int
-        Cache limits to replay under, bytes; without them 0, the recommended one, and
-        one that is never reached.
+        Cache limits to replay under, bytes, beside 0, the recommended one, and one
+        that is never reached.
     policy : Policy, optional
         Whose rules to replay under; those of the recording if left out.
 
@@ -96,7 +98,7 @@ def cache(
         raise SnapshotError(str(error)) from None
     trace = followed.trace
     groups = group(history, by)
-    lines = _lines(followed, groups)
+    lines = _lines(followed, groups)[:top]
     chosen = trace.policy if policy is None else policy
     points = advice.curve(trace, chosen)
     best = advice.recommend(trace, chosen, points)
@@ -107,25 +109,19 @@ def cache(
         "agreement": _agreement(followed),
         "totals": _totals(followed, history),
         "misses": _misses(followed),
+        "limits": _limits(history),
         "evicted_by": _evicted_by(followed, history)[:top],
         "contents": _contents(trace),
-        "lines": [row for row, _ in lines[:top]],
+        "lines": lines,
         "times": _times(followed, history),
         "what_if": {
             "policy": _policy(chosen),
             "recorded": policy is None,
+            "exact": trace.is_exact,
             "rows": _what_if(trace, chosen, limits, best, policy is None),
             "curve": [_point(point) for point in points],
-            "recommendation": {
-                "cache_limit": best.limit,
-                "hit_rate": round(best.hit_rate, 4),
-                "best_hit_rate": round(best.best_hit_rate, 4),
-                "hit_rate_bytes": round(best.hit_rate_bytes, 4),
-                "best_hit_rate_bytes": round(best.best_hit_rate_bytes, 4),
-                "peak_reserved": best.peak_reserved,
-                "reason": best.reason,
-            },
-            "rounding": _rounding(trace, chosen, groups, lines),
+            "recommendation": _recommendation(best),
+            "rounding": _rounding(followed, chosen, group(history, "caller")),
         },
     }
     return report
@@ -142,6 +138,22 @@ def _policy(policy: Policy) -> Row:
         "cache_limit": limit(policy.cache_limit),
         "memory_limit": limit(policy.memory_limit),
     }
+
+
+def _recommendation(best: advice.CacheLimit) -> Row:
+    found = dataclasses.asdict(best)
+    found["cache_limit"] = found.pop("limit")
+    return {
+        key: round(value, 4) if isinstance(value, float) else value
+        for key, value in found.items()
+    }
+
+
+def _limits(history: History) -> list[Row]:
+    """Return the limits that the cache was given, the last ones."""
+    rows = [row for row in call_rows(history) if row["name"] == "set_cache_limit"]
+    keys = ("value", "at", "time_us", "frames")
+    return [{key: row[key] for key in keys} for row in rows[-_MOST_LIMITS:]]
 
 
 def _agreement(followed: Followed) -> Row:
@@ -177,7 +189,10 @@ def _sums(sums: Sums) -> Row:
 
 
 def _totals(followed: Followed, history: History) -> Row:
+    trace = followed.trace
     duration_us = history.time_after(history.end)
+    if trace.dropped and len(trace):  # all numbers are of what was kept
+        duration_us = int(trace.time_us[-1] - trace.time_us[0])
     seconds = max(duration_us, 1) / 1e6
     totals = followed.totals
     return _sums(followed) | {
@@ -203,6 +218,8 @@ def _misses(followed: Followed) -> list[Row]:
 def _evicted_by(followed: Followed, history: History) -> list[Row]:
     """Sum the misses whose buffer went by what took it."""
     trace, outcomes = followed.trace, followed.outcomes
+    if not trace.policy.has_cache:
+        return []  # no call is to blame
     found: dict[tuple[Any, ...], Row] = {}
     missed = np.flatnonzero(np.isin(outcomes, _LOST))
     columns = zip(
@@ -296,8 +313,8 @@ def _histogram(values: Ints, sizes: Ints, edges: list[int], unit: str) -> list[R
     ]
 
 
-def _lines(followed: Followed, groups: Groups) -> list[tuple[Row, int]]:
-    """Return the groups that allocate, most missed bytes first, with their number."""
+def _lines(followed: Followed, groups: Groups) -> list[Row]:
+    """Return the groups that allocate, most missed bytes first."""
     trace = followed.trace
     asked = trace.allocations
     block = trace.number[asked]
@@ -335,7 +352,7 @@ def _lines(followed: Followed, groups: Groups) -> list[tuple[Row, int]]:
             "largest": int(largest[place]),
         }
         row["jumps"] = bool(jumps[place])
-        found.append((row, place))
+        found.append(row)
     return found
 
 
@@ -404,13 +421,11 @@ def _what_if(
     best: advice.CacheLimit,
     is_recorded: bool,
 ) -> list[Row]:
-    asked: list[tuple[str, int]] = [("", limit) for limit in limits]
-    if not limits:
-        asked = [
-            ("no cache", 0),
-            ("recommended", best.limit),
-            ("no limit", NO_LIMIT),
-        ]
+    asked: list[tuple[str, int]] = [("no cache", 0)]
+    asked += [("", limit) for limit in limits]
+    if best.limit is not None:
+        asked.append(("recommended", best.limit))
+    asked.append(("no limit", NO_LIMIT))
     if not is_recorded:
         asked.append((f"the default of {policy.name}", policy.cache_limit))
     return [
@@ -424,16 +439,14 @@ def _point(found: Predicted) -> Row:
     return {"cache_limit": limit if limit < NO_LIMIT else None, **_sums(found)}
 
 
-def _rounding(
-    trace: Trace, policy: Policy, groups: Groups, lines: Sequence[tuple[Row, int]]
-) -> Row | None:
-    """Return what rounding up the sizes of the lines whose sizes jump would do."""
-    jumping = [(row, place) for row, place in lines if row["jumps"]]
-    if not jumping:
+def _rounding(followed: Followed, policy: Policy, callers: Groups) -> Row | None:
+    """Return what rounding up the sizes of the callers whose sizes jump would do."""
+    trace = followed.trace
+    jumps = _jumping(followed, callers)
+    if not jumps.any():
         return None
     asked = trace.allocations
-    of_group = groups.index[trace.number[asked]]
-    chosen = asked[np.isin(of_group, [place for _, place in jumping])]
+    chosen = asked[jumps[callers.index[trace.number[asked]]]]
     before = predict(trace, policy, fixed_limit=False)
     steps = [{"steps_per_doubling": None, **_point(before)}]
     for count in STEPS:
@@ -441,4 +454,5 @@ def _rounding(
         requested[chosen] = round_up(requested[chosen], count)
         found = predict(trace, policy, fixed_limit=False, requested=requested)
         steps.append({"steps_per_doubling": count, **_point(found)})
-    return {"lines": [row["label"] for row, _ in jumping], "steps": steps}
+    labels = [callers.labels[place] for place in np.flatnonzero(jumps).tolist()]
+    return {"lines": labels, "steps": steps}
