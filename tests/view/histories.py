@@ -143,7 +143,11 @@ def cached(line: Stack = DATA, **changes: Any) -> History:
         Call("clear_cache", clear_at, us, 4711, 0, 0, SPIKE, clear_from),
         Call("set_cache_limit", end, us + 9, 4711, 8 * MIB, 32 * MIB, SPIKE, end),
     ]
-    settings = {"backend": "cpu", "mlx_version": "0.32.4", "cache_limit": 8 * MIB}
+    settings = {
+        "backend": "cpu",
+        "mlx_version": "0.32.4",
+        "cache_limit_at_start": 32 * MIB,
+    }
     nothing = np.zeros(0, np.int64)
     known = {
         "calls": calls,

@@ -147,7 +147,11 @@ def test_limits_that_were_and_the_recommended_one_are_lines(show: Any) -> None:
 
 
 def test_a_limit_far_beyond_the_curve_is_at_the_right_edge(show: Any) -> None:
-    settings = {"backend": "cpu", "mlx_version": "0.32.4", "cache_limit": 2**43}
+    settings = {
+        "backend": "cpu",
+        "mlx_version": "0.32.4",
+        "cache_limit_at_start": 2**43,
+    }
 
     layout = opened(show(cached(calls=[], settings=settings))).evaluate(_LAYOUT)
 

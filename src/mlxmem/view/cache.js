@@ -57,11 +57,15 @@ class CacheTab {
       `peak reserved ${formatBytes(totals.peak_reserved)}`,
     ];
     const size = limit >= 1024 ? `, ${formatBytes(limit)}` : "";
+    const advice = limit === null ? "nothing" : `mx.set_cache_limit(${limit})${size}`;
     const checked = formatCount(agreement.checked);
     const model = agreement.mismatches
       ? `${formatCount(agreement.mismatches)} of ${checked} decisions differ, first at entry ` +
         `${formatCount(agreement.first_at)}: take what is said of other limits with care`
-      : `${checked} decisions, all as recorded`;
+      : `the replay took all ${checked} decisions as MLX did`;
+    const about = whatIf.exact
+      ? ""
+      : "; what was cached at the start is not all known, so that other limits are about right";
     const rules = policy.has_cache ? "" : "An MLX whose CPU backend caches nothing. ";
     return el(
       "div",
@@ -70,13 +74,13 @@ class CacheTab {
       el(
         "p",
         { id: "cache-recommended" },
-        el("strong", {}, `Recommended: mx.set_cache_limit(${limit})${size}`),
+        el("strong", {}, `Recommended: ${advice}`),
         `: ${reason}`,
       ),
       el(
         "p",
         { class: agreement.mismatches ? "notice" : "hint" },
-        `${rules}The model of the cache, ${this.report.policy.name}: ${model}`,
+        `${rules}Check: ${model}${about}`,
       ),
     );
   }
@@ -85,7 +89,10 @@ class CacheTab {
   limitsOf() {
     const { policy, what_if: whatIf } = this.report;
     const recommended = whatIf.recommendation.cache_limit;
-    const found = [{ limit: recommended, text: "recommended", color: "--call" }];
+    const found = [];
+    if (recommended !== null) {
+      found.push({ limit: recommended, text: "recommended", color: "--call" });
+    }
     if (policy.cache_limit !== null) {
       found.push({ limit: policy.cache_limit, text: "at the start", color: "--limit" });
     }
