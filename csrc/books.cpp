@@ -8,24 +8,25 @@
 
 namespace mlxmem {
 
-void Books::start(
-    uint64_t max_entries,
-    const Counters& counters,
-    const Limits& limits) {
+void Books::start(uint64_t max_entries, const Limits& limits) {
   clock_.start();
   log_.reset(max_entries);
   table_.clear();
   totals_ = Totals();
-  totals_.now = counters;
-  totals_.now.peak = counters.active;
-  totals_.at_start = counters;
   totals_.max_entries = max_entries;
   limit_changes_.start(limits);
-  unknown_cached_ = counters.cache;
+  unknown_cached_ = 0;
   totals_.start_us = clock_ns(CLOCK_REALTIME) / 1000;
   start_ns_ = monotonic_ns();
   last_ns_ = start_ns_;
   ++session_;
+}
+
+void Books::start_from(const Counters& counters) {
+  totals_.at_start = counters;
+  totals_.now = counters;
+  totals_.now.peak = counters.active;
+  unknown_cached_ = counters.cache;
 }
 
 void Books::note_limits(const Limits& limits, uint64_t time_ns) {

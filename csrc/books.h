@@ -51,8 +51,9 @@ struct Position {
 
 class Books {
  public:
-  void
-  start(uint64_t max_entries, const Counters& counters, const Limits& limits);
+  void start(uint64_t max_entries, const Limits& limits);
+  // What was there at the start. Before anything is booked.
+  void start_from(const Counters& counters);
 
   // Active bytes as MLX counts them while no call of its allocator is under
   // way. They move without the books only by calls that were inside the

@@ -217,6 +217,19 @@ void mlxmem_limits_at_start(int64_t* cache_limit, int64_t* memory_limit) {
   *memory_limit = limits.memory;
 }
 
+int mlxmem_cache_at_start(CachedBuffer* out, size_t capacity, size_t* count) {
+  *count = 0;
+  int is_known = 0;
+  guarded(nullptr, 0, [&] {
+    auto cache = cache_at_start();
+    *count = cache.buffers.size();
+    std::copy_n(cache.buffers.begin(), std::min(*count, capacity), out);
+    is_known = cache.is_known;
+    return MLXMEM_OK;
+  });
+  return is_known;
+}
+
 int mlxmem_allocator_times(mlxmem_times* out) {
   auto times = allocator_times();
   *out = {

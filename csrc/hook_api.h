@@ -6,6 +6,7 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "cache_contents.h"
 #include "event.h"
 #include "limit_changes.h"
 #include "live_nodes.h"
@@ -103,6 +104,12 @@ mlxmem_copy_limit_changes(mlxmem::LimitChange* out, size_t capacity);
 MLXMEM_API void mlxmem_limits_at_start(
     int64_t* cache_limit,
     int64_t* memory_limit);
+// Writes up to capacity of the buffers that lay in MLX's cache when the session
+// began, the oldest first, and to *count how many there were. 0: not known.
+MLXMEM_API int mlxmem_cache_at_start(
+    mlxmem::CachedBuffer* out,
+    size_t capacity,
+    size_t* count);
 // What the allocator's malloc took in the session. 0: calls of it go unseen.
 MLXMEM_API int mlxmem_allocator_times(mlxmem_times* out);
 // nullptr beyond the last primitive.

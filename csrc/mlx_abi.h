@@ -55,12 +55,24 @@ constexpr size_t kCpuCacheLimit = 16;
 constexpr size_t kCpuActiveMemory = 24;
 constexpr size_t kCpuPeakMemory = 32;
 constexpr size_t kCpuMutex = 40; // glibc: an int that is 0 while it is free
+// BufferCache, at 80: a std::multimap by size, which keeps its count last, and
+// a list of what it holds by age.
+constexpr size_t kCpuCacheCount = 120;
+constexpr size_t kCpuCacheNewest = 128; // BufferHolder*, null: it is empty
+constexpr size_t kCpuCacheOldest = 136;
 constexpr size_t kCpuCacheMemory = 144;
 constexpr size_t kCpuPageSize = 152;
 constexpr size_t kCpuPageSizeValue = 4096;
 // BufferCache::free_, a std::function that holds the pointer std::free.
 constexpr size_t kCpuCacheFree = 192;
 using CacheFreeFn = void (*)(void* buffer);
+
+// BufferCache::BufferHolder. A buffer begins with its size, a size_t.
+struct CacheHolder {
+  uint64_t newer; // CacheHolder*, prev there
+  uint64_t older; // next
+  uint64_t buffer;
+};
 
 // ---- mlx::core::Primitive ------------------------------------------------
 

@@ -21,6 +21,20 @@ struct Limits {
   uint64_t memory = 0;
 };
 
+// The cache of the CPU's allocator: how many buffers and bytes, and the ends of
+// the list of them, 0 when it is empty.
+struct CacheList {
+  uint64_t count = 0;
+  uint64_t bytes = 0;
+  uint64_t newest = 0;
+  uint64_t oldest = 0;
+
+  bool operator==(const CacheList& other) const {
+    return count == other.count && bytes == other.bytes &&
+        newest == other.newest && oldest == other.oldest;
+  }
+};
+
 // A counter of MLX: its function, and where it is known the word that the
 // function returns. The word is read instead once it has proved itself, since
 // the functions take locks or come by many calls.
@@ -115,6 +129,23 @@ class MlxCounters {
     *out = {word(abi::kCpuCacheLimit), word(abi::kCpuMemoryLimit)};
     return true;
   }
+  // Whether the words of a CPU allocator with a cache are known.
+  bool has_cpu_cache() const {
+    return has_cache_;
+  }
+  // The cache as it is. False while somebody is inside it, and without one.
+  bool peek_cache_list(CacheList* out) const {
+    if (!has_cache_ || !mutex_is_free()) {
+      return false;
+    }
+    *out = {
+        word(abi::kCpuCacheCount),
+        word(abi::kCpuCacheMemory),
+        word(abi::kCpuCacheNewest),
+        word(abi::kCpuCacheOldest)};
+    return mutex_is_free();
+  }
+
   // The memory limit in bytes by MLX's function, -1 where it has none.
   int64_t ask_memory_limit() const;
 

@@ -26,9 +26,9 @@ void book_counters(Books& books) {
   }
 }
 
-// Threads that entered the allocator before its vtable was swapped finish
-// unseen. With the books locked nobody else enters: wait until the counters
-// stand still.
+// Threads that entered the allocator before the session began finish unseen.
+// With the books locked nobody else enters: wait until the counters stand
+// still.
 Counters settled_counters() {
   Counters counters = mlx_counters.read();
   for (int i = 0; i < 50; ++i) {
@@ -39,6 +39,21 @@ Counters settled_counters() {
       return again;
     }
     counters = again;
+  }
+  return counters;
+}
+
+// What is there when a session begins, and drops what the cache returned
+// before; what it returns later is not counted here.
+Counters counters_at_start() {
+  Counters counters;
+  for (int i = 0; i < 10; ++i) {
+    uint64_t returned = cache_returned_bytes();
+    drop_cache_returns();
+    counters = settled_counters();
+    if (returned == cache_returned_bytes()) {
+      break;
+    }
   }
   return counters;
 }
@@ -98,15 +113,13 @@ void start_session(uint64_t max_entries) {
   session.recording.store(false, std::memory_order_release);
   session.out_of_memory = false;
   session.position = Position();
-  Counters counters = settled_counters();
-  drop_cache_returns(); // of before
   Limits limits;
   session.limits_at_start = {-1, mlx_counters.ask_memory_limit()};
   if (mlx_counters.peek_limits(&limits)) {
     session.limits_at_start = {
         saturated(limits.cache), saturated(limits.memory)};
   }
-  session.books.start(max_entries, counters, limits);
+  session.books.start(max_entries, limits);
   session.number.store(session.books.session());
   auto& registry = session.registries_[session.books.session() % 2];
   registry.clear(session.books.session());
@@ -117,6 +130,8 @@ void start_session(uint64_t max_entries) {
   session.failures.clear();
   session.times = AllocatorTimes();
   session.recording.store(true, std::memory_order_release);
+  session.books.start_from(counters_at_start()); // now that others must wait
+  session.cache_at_start = read_cache_contents(mlx_counters);
   take_node_sample();
 }
 
@@ -236,6 +251,24 @@ std::vector<LimitChange> copy_limit_changes() {
 LimitsAtStart limits_at_start() {
   std::lock_guard<AdaptiveMutex> lock(session.mutex);
   return session.limits_at_start;
+}
+
+CacheContents cache_at_start() {
+  std::lock_guard<AdaptiveMutex> lock(session.mutex);
+  if (is_recording()) {
+    book(book_counters);
+  }
+  auto totals = session.books.totals();
+  auto& found = session.cache_at_start;
+  if (session.books.session() == 0) {
+    return {};
+  }
+  if (totals.at_start.cache == 0 && found.bytes == 0) {
+    return {true, 0, {}};
+  }
+  return found.is_known && found.bytes == totals.at_start.cache
+      ? found
+      : CacheContents();
 }
 
 AllocatorTimes allocator_times() {

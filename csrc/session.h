@@ -12,6 +12,7 @@
 #include "adaptive_mutex.h"
 #include "allocator_times.h"
 #include "books.h"
+#include "cache_contents.h"
 #include "live_nodes.h"
 #include "node_registry.h"
 #include "node_samples.h"
@@ -43,6 +44,7 @@ struct Session {
   FailedAllocations failures;
   AllocatorTimes times;
   LimitsAtStart limits_at_start;
+  CacheContents cache_at_start; // as it was found
 
   // Nodes of the session. They are seen to go until the words are restored, so
   // they are read before that, and kept.
@@ -116,6 +118,9 @@ std::vector<FailedAllocation> copy_failures();
 // Throws std::bad_alloc.
 std::vector<LimitChange> copy_limit_changes();
 LimitsAtStart limits_at_start();
+// Known where it adds up to the cached bytes at the start. Throws
+// std::bad_alloc.
+CacheContents cache_at_start();
 
 AllocatorTimes allocator_times();
 

@@ -13,6 +13,7 @@ import numpy as np
 from mlxmem.errors import UnsupportedMLXError
 from mlxmem.events import (
     RAW_BUFFER,
+    RAW_CACHED,
     RAW_EVENT,
     RAW_NODE,
     RAW_NODE_SAMPLE,
@@ -178,6 +179,11 @@ def _load() -> ctypes.CDLL:
         ("copy_failures", ctypes.c_size_t, [ctypes.c_void_p, ctypes.c_size_t]),
         ("copy_limit_changes", ctypes.c_size_t, [ctypes.c_void_p, ctypes.c_size_t]),
         ("limits_at_start", None, [ctypes.POINTER(ctypes.c_int64)] * 2),
+        (
+            "cache_at_start",
+            ctypes.c_int,
+            [ctypes.c_void_p, ctypes.c_size_t, ctypes.POINTER(ctypes.c_size_t)],
+        ),
         ("allocator_times", ctypes.c_int, [ctypes.POINTER(_Times)]),
         ("set_failure_handler", None, [ctypes.c_void_p] * 3),
         ("primitive_name", ctypes.c_char_p, [ctypes.c_uint32]),
@@ -400,6 +406,28 @@ def limits_at_start() -> tuple[int | None, int | None]:
         cache.value if cache.value >= 0 else None,
         memory.value if memory.value >= 0 else None,
     )
+
+
+def cache_at_start() -> Records | None:
+    """Return the buffers that lay in MLX's cache when the session began.
+
+    They add up to the session's `cache_at_enable`.
+
+    Returns
+    -------
+    ndarray of RAW_CACHED, shape (n,), or None
+        Oldest first. None where they are not known: before any session, where another
+        thread was emptying the cache, and on a GPU, unless nothing was cached.
+    """
+    count = ctypes.c_size_t()
+    cached = np.empty(0, RAW_CACHED)
+    while _native.mlxmem_cache_at_start(
+        cached.ctypes.data, len(cached), ctypes.byref(count)
+    ):
+        if count.value <= len(cached):
+            return cached[: count.value]
+        cached = np.empty(count.value, RAW_CACHED)
+    return None
 
 
 def allocator_times() -> AllocatorTimes | None:
