@@ -433,7 +433,8 @@ def cache_at_start() -> Records | None:
 def allocator_times() -> AllocatorTimes | None:
     """Return what MLX's allocator took for the session's allocations.
 
-    Every 16th allocation of a thread is measured, without those of 0 bytes.
+    One of 16 allocations of a thread is measured on average, chosen at random, without
+    those of 0 bytes.
 
     Returns
     -------

@@ -90,10 +90,10 @@ def _noted(
         # kept this function for longer than the session.
         if name in names or not _replaced:
             return original(*args, **kwargs)
-        names.add(name)
+        began, _ = position()
+        before = counter() if counter else None
+        names.add(name)  # no longer than that: a signal handler may call it, too
         try:
-            began, _ = position()
-            before = counter() if counter else None
             returned = original(*args, **kwargs)
         finally:
             names.discard(name)

@@ -177,3 +177,11 @@ def test_what_is_wrong_is_said(name: str, given: dict[str, Any], message: str) -
 def test_no_size_at_all() -> None:
     with pytest.raises(TypeError, match=r"total: a size must be an int or a str"):
         CudaPolicy(1.5)  # type: ignore[arg-type]
+
+
+def test_sizes_beyond_any_machine_are_no_limit() -> None:
+    huge = "99999999999999999TB"
+
+    assert CudaPolicy(huge).memory_limit == NO_LIMIT
+    metal = MetalPolicy(huge, huge)
+    assert metal.memory_limit == metal.collection_base == NO_LIMIT

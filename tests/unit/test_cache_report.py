@@ -17,13 +17,13 @@ from mlxmem.cache import CpuPolicy, CudaPolicy, MetalPolicy
 from mlxmem.cache.advice import recommend
 from mlxmem.cache.replay import follow, predict
 from mlxmem.cache.rounding import round_up
-from mlxmem.cache.trace import UNSEEN_CLEAR, of_history
+from mlxmem.cache.trace import UNSEEN_CLEAR, of_history, of_recording
 from mlxmem.cli import main
 from mlxmem.events import RAW_CACHED, Action, AllocatorTimes, Mark, SettingCall
 from mlxmem.reports.cache import cache
 from mlxmem.reports.history import History, from_snapshot, read
 from mlxmem.reports.reading import SnapshotError
-from mlxmem.snapshot import build, dump
+from mlxmem.snapshot import build, dump, write
 
 MODEL = "/app/model.py:12 Block.__call__"
 TRAIN = "/app/train.py:41 <module>"
@@ -601,3 +601,95 @@ def test_a_limit_that_changed_unseen_explains_its_evictions() -> None:
     # THEN
     assert (totals["mismatches"], totals["unseen"]) == (0, 0)
     assert totals["evictions"] == 2
+
+
+@pytest.mark.parametrize(
+    "edit",
+    [
+        {"cache_at_start": {"addresses": [1], "sizes": [0], "unknown": 0}},
+        {"cache_at_start": {"addresses": [1], "sizes": [-5], "unknown": 0}},
+        {"cache_at_start": {"addresses": [1], "sizes": [2**63 - 1], "unknown": 0}},
+        {"cache_at_start": {"addresses": [1, 2], "sizes": [2**62] * 2, "unknown": 0}},
+        {"cache_at_start": {"addresses": [1], "sizes": [], "unknown": 0}},
+        {"cache_at_start": {"addresses": [], "sizes": [], "unknown": -1}},
+        {"cache_at_start": {"addresses": [], "sizes": [], "unknown": 2**64}},
+        {"cache_at_start": {"addresses": [-1], "sizes": [5], "unknown": 0}},
+        {"start_us": -(2**63) - 1},
+        {"value": -(2**70)},
+        {"value": 2**64},
+        {"version": "9" * 5000},
+        {"size": 2**63 - 1},
+        {"size": 2**59},
+    ],
+    ids=str,
+)
+def test_damaged_files_are_one_line(edit: dict[str, Any], tmp_path: Any) -> None:
+    # GIVEN a file with one number that cannot be
+    cpu = Cpu()
+    cpu.drop(cpu.alloc(1000))
+    cpu.clear()
+    snapshot = build(cpu.made())
+    extra = snapshot["mlxmem"]
+    for key, value in edit.items():
+        if key == "value":
+            extra["calls"][0]["value"] = value
+        elif key == "version":
+            snapshot["allocator_settings"]["mlx_version"] = value
+        elif key == "size":
+            snapshot["device_traces"][0][-1]["size"] = value
+        else:
+            extra[key] = value
+    path = tmp_path / "out.pickle"
+    write(snapshot, path)
+
+    # WHEN
+    done = run(str(path), "--json")
+
+    # THEN it is refused in a line, or read
+    assert done.exit_code in (0, 1), done.output
+    if done.exit_code:
+        assert len(done.stderr.strip().splitlines()) == 1
+        assert "Traceback" not in done.stderr
+    else:
+        json.loads(done.stdout)
+
+
+def test_a_replay_that_goes_wrong_everywhere_still_ends() -> None:
+    """A hostile file: each request misses, and nothing that should go goes."""
+    heap = Heap()
+    count = 20_000
+    kept = [heap.new(16 * KiB) for _ in range(count // 100)]
+    for addr in kept:
+        heap.free(addr)
+    for _ in range(count):
+        heap.rows.append({**heap.rows[0], "addr": 2**40 + 2**15 * len(heap.rows)})
+    settings = {"backend": "cuda", "mlx_version": "0.32.4", "memory_limit_at_start": 1}
+    recording = heap.recording(settings=settings)
+
+    totals = follow(of_recording(recording)).totals
+
+    assert totals["mismatches"] >= count
+
+
+def test_ctrl_c_ends_a_replay() -> None:
+    # GIVEN a replay of some seconds, and an interrupt in the middle
+    code = (
+        "import os, signal, threading\n"
+        "import numpy as np\n"
+        "from mlxmem.cache import CpuPolicy, _replay\n"
+        "rows = np.zeros(3_000_000, _replay.ROW)\n"
+        "rows['requested'] = rows['size'] = np.arange(1, len(rows) + 1)\n"
+        "nothing = np.zeros(0, _replay.CACHED)\n"
+        "stop = threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT))\n"
+        "stop.start()\n"
+        "try:\n"
+        "    for _ in range(1000):\n"
+        "        _replay.predict(rows, nothing, 0, 0, CpuPolicy(), fixed_limit=True,"
+        " outcomes=True)\n"
+        "except KeyboardInterrupt:\n"
+        "    print('stopped')\n"
+    )
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+
+    assert done.stdout == "stopped\n", done.stderr

@@ -2,6 +2,7 @@
 # distutils: language=c++
 """Replays of a program's requests through the model of the cache (replay.h)."""
 
+from cpython.exc cimport PyErr_CheckSignals
 from libc.stddef cimport size_t
 from libc.stdint cimport int32_t, int64_t, uint8_t, uint64_t
 from libcpp cimport bool as c_bool
@@ -50,15 +51,23 @@ cdef extern from "replay.h" namespace "mlxmem::cache":
         uint64_t mismatches
         uint64_t raced
         uint64_t unseen
+    cdef cppclass Outputs "mlxmem::cache::Replay::Outputs":
+        uint8_t* outcomes
+        int64_t* causes
+        int64_t* reserved
+        uint8_t* unseen
+        vector[int64_t]* mismatches
+        size_t most_mismatches
     cdef cppclass Replay:
         Replay(
             const Policy&, const Rows&, const Cached*, size_t, uint64_t, uint64_t,
             c_bool,
         ) except +
-        void predict(c_bool, uint8_t*, int64_t*, int64_t*) except + nogil
-        void follow(
-            uint8_t*, int64_t*, uint8_t*, vector[int64_t]*, size_t
-        ) except + nogil
+        void begin_predict(c_bool, const Outputs&) except + nogil
+        void begin_follow(const Outputs&) except + nogil
+        size_t predict(size_t, size_t) except + nogil
+        size_t follow(size_t, size_t) except + nogil
+        void finish() except + nogil
         const Totals& totals() nogil
 
 ROW = np.dtype(
@@ -77,6 +86,7 @@ CACHED = np.dtype([("address", "u8"), ("size", "u8")])
 
 cdef enum:
     MOST_MISMATCHES = 100
+    AT_A_TIME = 50_000  # rows between two looks for Ctrl-C
 
 
 cdef Policy _policy(object policy):
@@ -157,16 +167,23 @@ def predict(
     cdef uint8_t[::1] outcome = np.zeros(n + 1, np.uint8)
     cdef int64_t[::1] cause = np.full(n + 1, -1, np.int64)
     cdef int64_t[::1] reserved = np.zeros((n if curve else 0) + 1, np.int64)
-    cdef uint8_t* outcome_at = &outcome[0] if outcomes else NULL
-    cdef int64_t* reserved_at = &reserved[0] if curve else NULL
+    cdef Outputs outputs
+    outputs.outcomes = &outcome[0] if outcomes else NULL
+    outputs.causes = &cause[0]
+    outputs.reserved = &reserved[0] if curve else NULL
     cdef c_bool overrides = fixed_limit
+    cdef size_t row = 0
     cdef Replay* replay = new Replay(
         _policy(policy), arrays.rows, arrays.cached, arrays.cached_count, unknown,
         active, False,
     )
     try:
-        with nogil:
-            replay.predict(overrides, outcome_at, &cause[0], reserved_at)
+        replay.begin_predict(overrides, outputs)
+        while row < n:
+            with nogil:
+                row = replay.predict(row, AT_A_TIME)
+            PyErr_CheckSignals()
+        replay.finish()
         totals = _totals(replay.totals())
     finally:
         del replay
@@ -202,15 +219,25 @@ def follow(rows, cached, unknown, active, policy):
     cdef int64_t[::1] cause = np.full(n + 1, -1, np.int64)
     cdef uint8_t[::1] unseen = np.zeros(n + 1, np.uint8)
     cdef vector[int64_t] mismatches
+    cdef Outputs outputs
+    outputs.outcomes = &outcome[0]
+    outputs.causes = &cause[0]
+    outputs.reserved = NULL
+    outputs.unseen = &unseen[0]
+    outputs.mismatches = &mismatches
+    outputs.most_mismatches = MOST_MISMATCHES
+    cdef size_t row = 0
     cdef Replay* replay = new Replay(
         _policy(policy), arrays.rows, arrays.cached, arrays.cached_count, unknown,
         active, True,
     )
     try:
-        with nogil:
-            replay.follow(
-                &outcome[0], &cause[0], &unseen[0], &mismatches, MOST_MISMATCHES
-            )
+        replay.begin_follow(outputs)
+        while row < n:
+            with nogil:
+                row = replay.follow(row, AT_A_TIME)
+            PyErr_CheckSignals()
+        replay.finish()
         totals = _totals(replay.totals())
     finally:
         del replay

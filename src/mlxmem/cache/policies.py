@@ -148,7 +148,7 @@ class MetalPolicy(Policy):
                 f"working_set ({format_bytes(recommended)}) can't be more than ram "
                 f"({format_bytes(memory)})"
             )
-        limit = int(min(1.5 * recommended, 0.95 * memory))
+        limit = min(int(min(1.5 * recommended, 0.95 * memory)), NO_LIMIT)
         super().__init__(
             name="metal",
             page=16 * KiB,
@@ -156,7 +156,7 @@ class MetalPolicy(Policy):
             memory_limit=limit,
             rounding=Rounding.Pages,
             reclaim=Reclaim.AtCollectionLimit,
-            collection_base=int(0.95 * recommended),
+            collection_base=min(int(0.95 * recommended), NO_LIMIT),
             resource_limit=499_000,
             slab_size=255,
             slab_blocks=4096,  # 1 MiB in blocks of 256 bytes
@@ -176,7 +176,7 @@ class CudaPolicy(Policy):
     """
 
     def __init__(self, total: int | str) -> None:
-        limit = int(_positive(total, "total") * 0.95)
+        limit = min(int(_positive(total, "total") * 0.95), NO_LIMIT)
         super().__init__(
             name="cuda",
             page=16 * KiB,

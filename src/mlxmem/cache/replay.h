@@ -45,6 +45,8 @@ enum Outcome : uint8_t {
   kOutcomes = 9,
 };
 
+constexpr size_t kMostCalls = 256; // under way at a time
+
 struct Row {
   uint64_t address;
   int64_t size; // of the buffer; the value of a call, bytes
@@ -113,16 +115,24 @@ class Replay {
     note_peaks();
   }
 
-  // outcomes, reserved (bytes after each row), causes: nullptr or one a row.
-  // A cause is the row of the call that took what would have served, or that
-  // set the limit for which it went; or -1.
-  void predict(
-      bool overrides_cache_limit,
-      uint8_t* outcomes,
-      int64_t* causes,
-      int64_t* reserved) {
+  // What the replay writes, one for each row, or nullptr. A cause is the row of
+  // the call that took what would have served, or that set the limit for which
+  // it went; or -1. unseen: 1 at the first eviction of a clear that no call
+  // explains. mismatches: up to `most` rows whose decision the model takes
+  // otherwise.
+  struct Outputs {
+    uint8_t* outcomes = nullptr; // with it, causes
+    int64_t* causes = nullptr;
+    int64_t* reserved = nullptr; // bytes after the row
+    uint8_t* unseen = nullptr;
+    std::vector<int64_t>* mismatches = nullptr;
+    size_t most_mismatches = 0;
+  };
+
+  void begin_predict(bool overrides_cache_limit, const Outputs& outputs) {
     overrides_cache_limit_ = overrides_cache_limit;
-    classifies_ = outcomes != nullptr;
+    outputs_ = outputs;
+    classifies_ = outputs.outcomes != nullptr;
     if (overrides_cache_limit && excess()) {
       // Under this limit they would not have been there.
       list_released(cache_.give_back_unknown(excess()));
@@ -134,43 +144,44 @@ class Replay {
       totals_.peak_cache = totals_.peak_reserved = 0;
       note_peaks();
     }
-    for (size_t i = 0; i < rows_.size(); ++i) {
-      set_outputs(i, outcomes, causes);
-      predict_row(i);
-      if (reserved) {
-        reserved[i] = totals_.active + cache_.bytes();
-      }
-    }
-    finish();
   }
 
-  // mismatches: up to `most` rows whose decision the model takes otherwise.
-  // unseen: 1 at the first eviction of a clear that no call explains.
-  void follow(
-      uint8_t* outcomes,
-      int64_t* causes,
-      uint8_t* unseen,
-      std::vector<int64_t>* mismatches,
-      size_t most) {
+  void begin_follow(const Outputs& outputs) {
+    outputs_ = outputs;
     classifies_ = true;
-    outcomes_ = outcomes;
-    causes_ = causes;
-    unseen_ = unseen;
-    mismatches_ = mismatches;
-    most_mismatches_ = most;
-    size_t i = 0;
-    while (i < rows_.size()) {
-      set_outputs(i, outcomes, causes);
+  }
+
+  // Both go on from row i for about `count` rows, and return where they stand.
+  size_t predict(size_t i, size_t count) {
+    size_t end = std::min(i + count, rows_.size());
+    for (; i < end; ++i) {
+      set_outputs(i);
+      predict_row(i);
+      if (outputs_.reserved) {
+        outputs_.reserved[i] = totals_.active + cache_.bytes();
+      }
+    }
+    return i;
+  }
+
+  size_t follow(size_t i, size_t count) {
+    size_t end = std::min(i + count, rows_.size());
+    while (i < end) {
+      set_outputs(i);
       i = follow_row(i);
       for (auto& call : calls_) {
         call.least_cached = std::min(call.least_cached, cache_.bytes());
       }
     }
+    return i;
+  }
+
+  void finish() {
     if (!pending_.empty()) {
       explain_run(pending_.front(), pending_.size(), rows_.size());
       pending_.clear();
     }
-    finish();
+    totals_.cache = cache_.bytes();
   }
 
   const Totals& totals() const {
@@ -193,17 +204,12 @@ class Replay {
 
   // ---- what both replays share ------------------------------------------
 
-  void set_outputs(size_t i, uint8_t* outcomes, int64_t* causes) {
-    if (outcomes) {
-      outcomes[i] = kNotAsked;
-      causes[i] = -1;
-      outcome_ = &outcomes[i];
-      cause_ = &causes[i];
+  void set_outputs(size_t i) {
+    row_ = i;
+    if (classifies_) {
+      outputs_.outcomes[i] = kNotAsked;
+      outputs_.causes[i] = -1;
     }
-  }
-
-  void finish() {
-    totals_.cache = cache_.bytes();
   }
 
   void note_peaks() {
@@ -258,8 +264,8 @@ class Replay {
     totals_.count[outcome] += 1;
     totals_.requested[outcome] += requested;
     if (classifies_) {
-      *outcome_ = outcome;
-      *cause_ = cause;
+      outputs_.outcomes[row_] = outcome;
+      outputs_.causes[row_] = cause;
     }
   }
 
@@ -494,8 +500,8 @@ class Replay {
     totals_.checked += 1;
     if (!agrees) {
       totals_.mismatches += 1;
-      if (mismatches_->size() < most_mismatches_) {
-        mismatches_->push_back(i);
+      if (outputs_.mismatches->size() < outputs_.most_mismatches) {
+        outputs_.mismatches->push_back(i);
       }
     }
   }
@@ -528,6 +534,9 @@ class Replay {
       case kEvict:
         return follow_evictions(i);
       case kCallBegins:
+        if (calls_.size() == kMostCalls) {
+          calls_.erase(calls_.begin()); // of a damaged file
+        }
         calls_.push_back(
             {i,
              static_cast<Call>(row.call),
@@ -584,18 +593,18 @@ class Replay {
     if (!bytes || !cache_.count()) {
       return;
     }
-    list_released(bytes);
-    size_t same = 0;
-    while (same < list_.size() && same < pending_.size() &&
-           buffers_[list_[same]].address == rows_[pending_[same]].address) {
-      ++same;
+    size_t first = pending_.empty() ? row_ : pending_.front();
+    if (!run_begins_with(first, pending_.size(), [&](auto&& visit) {
+          cache_.visit_released(bytes, kNone, visit);
+        })) {
+      check(false, first);
+      return;
     }
     for (size_t k = 0; k < list_.size(); ++k) {
-      check(k < same, k < pending_.size() ? pending_[k] : rows_.size());
+      check(true, first + k);
     }
-    list_.resize(same);
+    pending_.erase(pending_.begin(), pending_.begin() + list_.size());
     evict_all(outcome, cause);
-    pending_.erase(pending_.begin(), pending_.begin() + same);
   }
 
   void follow_free(size_t i) {
@@ -723,7 +732,7 @@ class Replay {
         uint64_t n = policy_.rounded(rows_[next].requested);
         if (taken != kNone && cache_.find(policy_, n) == taken &&
             explain_by_call(&i, &length, taken)) {
-          set_outputs(next, outcomes_, causes_);
+          set_outputs(next);
           follow_allocation(next);
           totals_.raced += 1;
           took_next = true;
@@ -768,8 +777,8 @@ class Replay {
     // A call that is under way would have been the reason: it does not fit.
     bool fits = (is_clear || are_oldest(i, length)) && !awaits_evictions();
     totals_.unseen += fits;
-    if (fits && is_clear && unseen_) {
-      unseen_[i] = 1;
+    if (fits && is_clear) {
+      outputs_.unseen[i] = 1;
     }
     size_t explained = fits ? list_.size() : 0;
     for (size_t k = 0; k < length; ++k) {
@@ -826,19 +835,14 @@ class Replay {
   bool overrides_cache_limit_ = false;
 
   bool classifies_ = false;
-  uint8_t* outcome_ = nullptr; // of this row
-  int64_t* cause_ = nullptr;
-  uint8_t* outcomes_ = nullptr; // of all
-  int64_t* causes_ = nullptr;
+  Outputs outputs_;
+  size_t row_ = 0; // that is replayed
   std::multimap<uint64_t, Loss> lost_; // by size
   std::map<uint64_t, uint64_t> live_; // size -> buffers in use
 
   std::unordered_map<uint64_t, uint32_t> cached_at_; // by address
   std::vector<OpenCall> calls_;
   std::vector<size_t> pending_; // evictions of which the reason is to come
-  uint8_t* unseen_ = nullptr;
-  std::vector<int64_t>* mismatches_ = nullptr;
-  size_t most_mismatches_ = 0;
 };
 
 } // namespace mlxmem::cache

@@ -292,7 +292,7 @@ def _with_calls(
         number=np.concatenate([parts.number, number])[order],
         cached=cached,
         unknown=start.unknown,
-        active=active,
+        active=max(active, 0),
         policy=policy,
         dropped=dropped,
     )
@@ -322,7 +322,7 @@ def policy_of(settings: Mapping[str, Any]) -> Policy:
         known = settings.get(f"{name}_at_start", settings.get(name))
         limits[name] = known if isinstance(known, int) and known >= 0 else None
     if backend == "cpu" and isinstance(version, str):
-        parts = tuple(int(part) for part in re.findall(r"\d+", version)[:2])
+        parts = tuple(int(part) for part in re.findall(r"\d{1,9}", version)[:2])
         return CpuPolicy(has_cache=parts >= (0, 32)).with_limits(**limits)
     # MLX has no getter of the cache limit; it begins as the memory limit.
     memory_limit = limits["memory_limit"] or NO_LIMIT

@@ -73,6 +73,8 @@ def one_line_errors(function: _Function) -> _Function:
             raise click.ClickException(str(error)) from None
         except ValueError as error:
             raise click.UsageError(str(error)) from None
+        except OverflowError as error:
+            raise click.ClickException(f"a number is out of range: {error}") from None
         except MemoryError:
             raise click.ClickException("out of memory") from None
 

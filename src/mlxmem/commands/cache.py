@@ -221,7 +221,7 @@ def _agreement(report: dict[str, Any]) -> list[RenderableType]:
     if found["unseen"]:
         text += (
             f"; {found['unseen']} times the cache gave buffers back for a call that "
-            "was not seen"
+            "was not seen or is no longer kept, which is taken for what it did then"
         )
     return [_line("Check", text)]
 

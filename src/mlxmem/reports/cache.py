@@ -287,7 +287,7 @@ def _histograms(found: Contents) -> Row:
 def _powers(sizes: Ints) -> list[int]:
     if not len(sizes):
         return []
-    first = int(sizes.min()).bit_length() - 1
+    first = max(int(sizes.min()).bit_length() - 1, 0)
     return [1 << power for power in range(first, int(sizes.max()).bit_length() + 1)]
 
 

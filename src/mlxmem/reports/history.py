@@ -30,6 +30,7 @@ Entry = Mapping[str, Any]
 
 _FILE = -(2**31)  # instead of a stream: the entry's own is right
 _MOST_BYTES = 2**60
+_MOST_TRAFFIC = 2**62  # of all entries together, so that no sum leaves 64 bits
 _MOST_FRAMES = 256  # of a stack; the outer ones of a deeper one are left out
 BEGINNING = -1  # `start` of a block that is older than the trace
 UNKNOWN = "unknown"
@@ -429,15 +430,20 @@ class _Reader:
         start_reserved = total - (int(reserved[-1]) if count else 0)
         if size.size and int(size.min()) < 0:
             raise ValueError("a size is negative")
+        if real.size and real.astype(float).sum() >= _MOST_TRAFFIC:
+            raise ValueError("the sizes add up to more than could ever be moved")
         if int(np.abs(blocks["size"]).astype(float).sum()) >= _MOST_BYTES:
             raise ValueError("the sizes add up to more than any device has")
+        start_us = self.extra.get("start_us", int(min(time_us, default=0)))
+        if not -_MOST_TRAFFIC < _as_int(start_us) < _MOST_TRAFFIC:
+            raise ValueError("start_us is out of range")
         settings = self.snapshot.get("allocator_settings")
         return History(
             name=self.name,
             source="mlxmem" if "format" in self.extra else "torch",
             device=self.device,
             devices=self.devices,
-            start_us=_as_int(self.extra.get("start_us", int(min(time_us, default=0)))),
+            start_us=start_us,
             time_us=time_us,
             kind=kind,
             addr=addr,
@@ -675,6 +681,10 @@ class _Reader:
             )
             for call in self.extra.get("calls", ())
         ]
+        for call in calls:
+            for number in (call.value, call.previous):
+                if number is not None and not 0 <= number < 2**64:
+                    raise ValueError(f"{call.name} has a value out of range")
         return [
             call._replace(
                 at=min(max(call.at, 0), count),
@@ -698,10 +708,15 @@ class _Reader:
         sizes = [_as_int(value) for value in start["sizes"]]
         if len(addresses) != len(sizes):
             raise ValueError("cache_at_start names more or fewer buffers than sizes")
+        unknown = _as_int(start["unknown"])
+        if min([unknown, *(size - 1 for size in sizes)], default=0) < 0:
+            raise ValueError("a size in cache_at_start is negative")
+        if sum(sizes) + unknown >= _MOST_BYTES:
+            raise ValueError("cache_at_start has more than any device")
         return CacheStart(
             np.array(addresses, np.uint64),
             np.array(sizes, np.int64),
-            _as_int(start["unknown"]),
+            unknown,
         )
 
     def _find_visible(self, blocks: npt.NDArray[np.void]) -> None:
