@@ -43,7 +43,7 @@ struct ThreadState {
   uint32_t released_session = 0;
   void* last_allocated = nullptr;
   uint64_t frees_at_allocation = 0;
-  uint32_t allocations = 0; // of more than 0 bytes
+  CallSampler timed_calls; // of the allocator's malloc
   uint32_t since_sample = 0; // events and nodes that came or went
   bool in_allocator = false;
 };
@@ -220,7 +220,7 @@ namespace {
 
 // One of the thread's allocations whose time is to be measured.
 bool is_time_due(size_t size) {
-  return size && ++thread.allocations % AllocatorTimes::kInterval == 0;
+  return size && thread.timed_calls.is_due(current_thread_id());
 }
 
 void* timed_malloc(void* self, size_t size, uint64_t* ns) {

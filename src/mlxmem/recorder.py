@@ -192,7 +192,7 @@ def recording() -> Recording:
         calls=calls,
         ooms=_oom.ooms(),
         nodes=_hook.copy_nodes(),
-        cached_at_enable=getattr(_hook, "cache_at_start", lambda: None)(),
+        cached_at_enable=_hook.cache_at_start(),
         crossings=crossings,
         times=_hook.allocator_times(),
     )
