@@ -5,6 +5,8 @@
 
 #include <cstdint>
 
+#include "threads.h"
+
 namespace mlxmem {
 
 // Which of a thread's calls are measured: one of 16 on average, since reading
@@ -12,21 +14,21 @@ namespace mlxmem {
 // next is random, 1 to 31: programs repeat themselves.
 class CallSampler {
  public:
-  bool is_due(uint32_t thread_id) {
+  bool is_due() {
     if (left_) {
       --left_;
       return false;
     }
-    return draw(thread_id);
+    return draw();
   }
 
  private:
   static constexpr uint32_t kLongest = 31;
 
-  [[gnu::noinline]] bool draw(uint32_t thread_id) {
+  [[gnu::noinline]] bool draw() {
     bool is_first = state_ == 0;
     if (is_first) {
-      state_ = thread_id * 2654435761u; // not 0
+      state_ = current_thread_id() * 2654435761u; // not 0
     }
     state_ ^= state_ << 13; // xorshift32
     state_ ^= state_ >> 17;

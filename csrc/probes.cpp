@@ -220,7 +220,7 @@ namespace {
 
 // One of the thread's allocations whose time is to be measured.
 bool is_time_due(size_t size) {
-  return size && thread.timed_calls.is_due(current_thread_id());
+  return size && thread.timed_calls.is_due();
 }
 
 void* timed_malloc(void* self, size_t size, uint64_t* ns) {
