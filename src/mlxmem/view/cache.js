@@ -294,7 +294,7 @@ class CacheTab {
       found.steps,
       [
         { name: "hit rate", of: (row) => formatRate(row.hit_rate), number: true },
-        { name: "of bytes", of: (row) => formatRate(row.hit_rate_bytes), number: true },
+        { name: "bytes hit", of: (row) => formatRate(row.hit_rate_bytes), number: true },
         { name: "new buffers", of: (row) => formatCount(row.system_allocations), number: true },
         { name: "peak reserved", of: (row) => formatBytes(row.peak_reserved), number: true },
         { name: "sizes rounded up to", of: roundingText },
