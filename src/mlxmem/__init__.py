@@ -8,7 +8,7 @@
 
 from mlxmem._interner import capture_traceback, resolve_traceback
 from mlxmem._version import __version__
-from mlxmem.cache.live import cache_stats, recommend_cache_limit
+from mlxmem.cache_advice import cache_stats, recommend_cache_limit
 from mlxmem.errors import UnsupportedMLXError
 from mlxmem.events import Action
 from mlxmem.fork_api import (

@@ -18,8 +18,8 @@ from mlxmem.cache.advice import recommend
 from mlxmem.cache.outcomes import Outcome
 from mlxmem.cache.policies import NO_LIMIT
 from mlxmem.cache.replay import Followed, Predicted, follow, predict
-from mlxmem.cache.trace import of_history
 from mlxmem.reports.cache import cache
+from mlxmem.reports.cache_trace import of_history
 from mlxmem.reports.history import History, read
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "tune-the-cache.md"

@@ -15,12 +15,14 @@ from handmade import STACKS, THREAD, Heap
 import mlxmem
 from mlxmem.cache import CpuPolicy, CudaPolicy, MetalPolicy
 from mlxmem.cache.advice import recommend
+from mlxmem.cache.contents import contents
 from mlxmem.cache.replay import follow, predict
 from mlxmem.cache.rounding import round_up
-from mlxmem.cache.trace import UNSEEN_CLEAR, of_history, of_recording
+from mlxmem.cache.trace import UNSEEN_CLEAR, of_recording
 from mlxmem.cli import main
 from mlxmem.events import RAW_CACHED, Action, AllocatorTimes, Mark, SettingCall
 from mlxmem.reports.cache import cache
+from mlxmem.reports.cache_trace import of_history
 from mlxmem.reports.history import History, from_snapshot, read
 from mlxmem.reports.reading import SnapshotError
 from mlxmem.snapshot import build, dump, write
@@ -209,6 +211,25 @@ def test_contents_at_the_fullest_and_at_the_end() -> None:
     # Two events of 10 us each between one and the next.
     assert [(row["from_us"], row["buffers"]) for row in most["ages"]] == [(0, 20)]
     assert contents["end"]["bytes"] == contents["end"]["buffers"] == 0
+
+
+def test_ages_are_from_the_free_to_the_moment() -> None:
+    # GIVEN three buffers freed by events 3, 4 and 6, 10 us from one to the next
+    cpu = Cpu()
+    first, second, third = (cpu.alloc(n * KiB) for n in (30, 50, 90))
+    cpu.drop(first)
+    cpu.drop(second)
+    cpu.alloc(500 * KiB)
+    cpu.drop(third)
+    trace = of_history(cpu.history())
+
+    # WHEN / THEN
+    found = contents(trace, 6)
+    ages = dict(zip(found.sizes.tolist(), found.ages_us.tolist(), strict=True))
+    assert ages == {30 * KiB: 30, 50 * KiB: 20, 90 * KiB: 0}
+    earlier = contents(trace, 4)
+    assert sorted(earlier.ages_us.tolist()) == [0, 10]
+    assert contents(trace, -1).sizes.tolist() == []
 
 
 def test_what_was_cached_before_counts() -> None:

@@ -58,17 +58,26 @@ cdef extern from "replay.h" namespace "mlxmem::cache":
         uint8_t* unseen
         vector[int64_t]* mismatches
         size_t most_mismatches
-    cdef cppclass Replay:
-        Replay(
+
+cdef extern from "predict.h" namespace "mlxmem::cache":
+    cdef cppclass Prediction:
+        Prediction(
             const Policy&, const Rows&, const Cached*, size_t, uint64_t, uint64_t,
-            c_bool,
+            c_bool, const Outputs&,
         ) except +
-        void begin_predict(c_bool, const Outputs&) except + nogil
-        void begin_follow(const Outputs&) except + nogil
-        size_t predict(size_t, size_t) except + nogil
-        size_t follow(size_t, size_t) except + nogil
-        void finish() except + nogil
-        const Totals& totals() nogil
+        size_t run(size_t, size_t) except + nogil
+        void finish() except +
+        const Totals& totals()
+
+cdef extern from "follow.h" namespace "mlxmem::cache":
+    cdef cppclass Following:
+        Following(
+            const Policy&, const Rows&, const Cached*, size_t, uint64_t, uint64_t,
+            const Outputs&,
+        ) except +
+        size_t run(size_t, size_t) except + nogil
+        void finish() except +
+        const Totals& totals()
 
 ROW = np.dtype(
     [
@@ -173,15 +182,14 @@ def predict(
     outputs.reserved = &reserved[0] if curve else NULL
     cdef c_bool overrides = fixed_limit
     cdef size_t row = 0
-    cdef Replay* replay = new Replay(
+    cdef Prediction* replay = new Prediction(
         _policy(policy), arrays.rows, arrays.cached, arrays.cached_count, unknown,
-        active, False,
+        active, overrides, outputs,
     )
     try:
-        replay.begin_predict(overrides, outputs)
         while row < n:
             with nogil:
-                row = replay.predict(row, AT_A_TIME)
+                row = replay.run(row, AT_A_TIME)
             PyErr_CheckSignals()
         replay.finish()
         totals = _totals(replay.totals())
@@ -227,15 +235,14 @@ def follow(rows, cached, unknown, active, policy):
     outputs.mismatches = &mismatches
     outputs.most_mismatches = MOST_MISMATCHES
     cdef size_t row = 0
-    cdef Replay* replay = new Replay(
+    cdef Following* replay = new Following(
         _policy(policy), arrays.rows, arrays.cached, arrays.cached_count, unknown,
-        active, True,
+        active, outputs,
     )
     try:
-        replay.begin_follow(outputs)
         while row < n:
             with nogil:
-                row = replay.follow(row, AT_A_TIME)
+                row = replay.run(row, AT_A_TIME)
             PyErr_CheckSignals()
         replay.finish()
         totals = _totals(replay.totals())

@@ -15,7 +15,6 @@ from mlxmem.cache.policies import NO_LIMIT, CpuPolicy, CudaPolicy, MetalPolicy, 
 from mlxmem.cache.start import CacheStart, cache_at_start
 from mlxmem.events import Action, Recording
 from mlxmem.ledger import Ledger
-from mlxmem.reports.history import KINDS, History
 
 Ints = npt.NDArray[np.int64]
 
@@ -25,10 +24,8 @@ CALLS = ("clear_cache", "set_cache_limit", "set_memory_limit")
 UNSEEN_CLEAR = len(CALLS)
 
 # Indexed by action: the op, and whether it took from the cache or gave to it.
-_OPS = np.array([ALLOC, ALLOC, MAKE_BUFFER, FREE, FREE, RELEASE, EVICT], np.uint8)
-_RECORDED = np.array([0, 1, 0, 1, 0, 0, 0], np.uint8)
-# The one entry of a snapshot's trace that each event is sure to have.
-_ENTRIES = (*["alloc"] * 3, *["free_completed"] * 3, "segment_free")
+OPS = np.array([ALLOC, ALLOC, MAKE_BUFFER, FREE, FREE, RELEASE, EVICT], np.uint8)
+RECORDED = np.array([0, 1, 0, 1, 0, 0, 0], np.uint8)
 
 
 class TraceError(ValueError):
@@ -119,7 +116,7 @@ def of_recording(recording: Recording) -> Trace:
     rows["address"], rows["size"] = events["addr"][kept], events["size"][kept]
     made = action <= Action.AllocMakeBuffer
     rows["requested"] = np.where(made, events["requested_size"][kept], 0)
-    rows["op"], rows["recorded"] = _OPS[action], _RECORDED[action]
+    rows["op"], rows["recorded"] = OPS[action], RECORDED[action]
     place = np.full(len(events) + 1, -1, np.int64)
     place[kept] = np.arange(len(kept))
     owner = ledger.owner[kept]
@@ -136,15 +133,15 @@ def of_recording(recording: Recording) -> Trace:
             call.mark.at - recording.dropped,
         )
         for number, call in enumerate(recording.calls)
-        if _bears_on_cache(call.mark.name, call.value)
+        if bears_on_cache(call.mark.name, call.value)
     ]
-    parts = _Parts(
+    parts = Parts(
         rows=rows,
         event=kept,
         time_us=events["timestamp_us"][kept],
         number=np.where(made, kept, -1),
     )
-    return _with_calls(
+    return with_calls(
         parts,
         calls,
         start,
@@ -155,95 +152,22 @@ def of_recording(recording: Recording) -> Trace:
     )
 
 
-def of_history(history: History) -> Trace:
-    """Make a trace of a snapshot.
-
-    Parameters
-    ----------
-    history : History
-        Of a file that mlxmem wrote.
-
-    Raises
-    ------
-    TraceError
-        It is PyTorch's, whose allocator works otherwise, or an older mlxmem's that does
-        not tell what was cached at the start.
-    """
-    if history.source != "mlxmem":
-        raise TraceError(
-            f"{history.name}: PyTorch wrote it, and its allocator has other rules: "
-            "the model is of MLX's cache"
-        )
-    event, action = _events_of(history)
-    blocks = history.blocks
-    made = action <= Action.AllocMakeBuffer
-    freed = (action >= Action.FreeActiveToCache) & (action <= Action.Release)
-    rows = np.zeros(len(event), ROW)
-    rows["address"], rows["size"] = history.addr[event], history.size[event]
-    rows["op"], rows["recorded"] = _OPS[action], _RECORDED[action]
-    # Which block an entry made, or ended, and which row made a block.
-    begins, ends = np.full((2, len(history) + 1), -1, np.int64)
-    inside = np.flatnonzero(blocks["start"] >= 0)
-    begins[blocks["start"][inside]] = inside
-    ends[blocks["end"]] = np.arange(len(blocks))
-    number = np.where(made, begins[event], -1)
-    rows["requested"][made] = blocks["requested"][number[made]]
-    row_of = np.full(len(blocks) + 1, -1, np.int64)
-    row_of[number[made]] = np.flatnonzero(made)
-    rows["owner"] = np.where(freed, row_of[ends[event]], -1)
-    before = np.ones(len(blocks), np.bool_)
-    before[number[made]] = False
-    beginning = int(event[0]) if len(event) else 0
-    parts = _Parts(rows, event, history.time_us[event] - history.start_us, number)
-    calls = [
-        TracedCall(
-            number, call.name, call.value or 0, bool(call.stack), call.from_at, call.at
-        )
-        for number, call in enumerate(history.calls)
-        if _bears_on_cache(call.name, call.value)
-    ]
-    start = history.cache_at_start
-    if start is None:
-        raise TraceError(
-            f"{history.name}: it does not tell what was cached at its start; record "
-            "again with this version"
-        )
-    return _with_calls(
-        parts,
-        calls,
-        start,
-        int(blocks["size"][before].sum()),
-        history.settings,
-        history.dropped,
-        beginning,
-    )
-
-
-def _events_of(history: History) -> tuple[Ints, npt.NDArray[np.uint8]]:
-    """Return the entries of which each stands for one event, and their actions."""
-    kind = np.array([KINDS.index(name) for name in _ENTRIES], np.uint8)
-    codes = np.full(len(history.actions) + 1, -1, np.int64)
-    for code, name in enumerate(history.actions):
-        if name in Action.__members__:
-            codes[code] = Action[name]
-    action = codes[history.action]
-    event = np.flatnonzero((action >= 0) & (history.kind == kind[action]))
-    return event, action[event].astype(np.uint8)
-
-
-def _bears_on_cache(name: str, value: int | None) -> bool:
+def bears_on_cache(name: str, value: int | None) -> bool:
+    """Tell whether a call changes what the cache does."""
     return name == "clear_cache" or (name in CALLS and value is not None)
 
 
-class _Parts(NamedTuple):
+class Parts(NamedTuple):
+    """The events of a trace, with the fields of `Trace`."""
+
     rows: npt.NDArray[np.void]
     event: Ints
     time_us: Ints
     number: Ints
 
 
-def _with_calls(
-    parts: _Parts,
+def with_calls(
+    parts: Parts,
     calls: Sequence[TracedCall],
     start: CacheStart,
     active: int,

@@ -14,7 +14,8 @@ from mlxmem.cache.outcomes import MISSES, Outcome
 from mlxmem.cache.policies import NO_LIMIT, Policy
 from mlxmem.cache.replay import Followed, Predicted, Sums, follow, predict
 from mlxmem.cache.rounding import STEPS, round_up
-from mlxmem.cache.trace import CALLS, FREE, Trace, TraceError, of_history
+from mlxmem.cache.trace import CALLS, FREE, Trace, TraceError
+from mlxmem.reports.cache_trace import of_history
 from mlxmem.reports.grouping import Groups, group
 from mlxmem.reports.history import Call, History, Ints, Mask
 from mlxmem.reports.reading import SnapshotError
