@@ -26,6 +26,8 @@ snapshot: dict[str, Any] = mlxmem.snapshot()
 path: Path = mlxmem.dump("out.pickle")
 path = mlxmem.dump(path)
 number: int = mlxmem.Action.AllocNew
+limit: int | None = mlxmem.recommend_cache_limit("metal", ram="16 GB").limit
+report: dict[str, Any] = mlxmem.cache_stats(limits=["1 MB", 0])
 stack: list[tuple[str, str, int]] | None
 stack = mlxmem.resolve_traceback(mlxmem.capture_traceback())
 
