@@ -25,7 +25,7 @@ struct CacheContents {
 
 // Takes no lock, and can't fault. Known only where every link and sum agrees
 // with the cache's own count and bytes, and these stood still meanwhile. A list
-// of more than a million buffers is not read.
+// of more than 200,000 buffers is not read.
 CacheContents read_cache_contents(const MlxCounters& counters) noexcept;
 
 } // namespace mlxmem
