@@ -161,6 +161,31 @@ void add_image(const MlxCore& mlx, const Image& image) {
 constexpr size_t kVtableHead = 2;
 void* allocator_vtable[kVtableHead + abi::kAllocatorSlots];
 
+// CUDA's cache calls both words with MLX's own mutex held.
+void add_cuda_cache(const MlxCore& mlx) {
+  void** get_size;
+  void** free;
+  if (!mlx_counters.cuda_cache_words(&get_size, &free) ||
+      !mlx.image.is_code(*get_size) || !mlx.image.is_code(*free)) {
+    return;
+  }
+  originals.notes_cache_returns = originals.notes_recycling = true;
+  originals.cache_get_size = reinterpret_cast<abi::CacheInvoker>(*get_size);
+  originals.cache_free_invoker = reinterpret_cast<abi::CacheInvoker>(*free);
+  patches().add(
+      {get_size,
+       *get_size,
+       reinterpret_cast<void*>(&probes::cache_get_size),
+       0,
+       "the function that tells the cache a buffer's size"});
+  patches().add(
+      {free,
+       *free,
+       reinterpret_cast<void*>(&probes::cache_free_invoker),
+       0,
+       "the function through which the cache frees"});
+}
+
 void add_allocator(const MlxCore& mlx) {
   auto vtable = static_cast<void**>(*mlx.allocator);
   std::copy(
@@ -172,6 +197,8 @@ void add_allocator(const MlxCore& mlx) {
   copy[abi::kRelease] = reinterpret_cast<void*>(&probes::release);
   void** cache_free = mlx_counters.cache_free_word();
   originals.notes_cache_returns = cache_free != nullptr;
+  originals.notes_recycling = false;
+  add_cuda_cache(mlx);
   if (cache_free) {
     originals.cache_free = reinterpret_cast<abi::CacheFreeFn>(*cache_free);
     patches().add(

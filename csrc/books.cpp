@@ -15,6 +15,7 @@ void Books::start(uint64_t max_entries, const Limits& limits) {
   totals_ = Totals();
   totals_.max_entries = max_entries;
   limit_changes_.start(limits);
+  knows_cache_ = false;
   unknown_cached_ = 0;
   totals_.start_us = clock_ns(CLOCK_REALTIME) / 1000;
   start_ns_ = monotonic_ns();
@@ -29,6 +30,17 @@ void Books::start_from(const Counters& counters) {
   unknown_cached_ = counters.cache;
 }
 
+void Books::know_cache(const std::vector<CachedBuffer>& buffers) {
+  for (auto& buffer : buffers) {
+    uint32_t slot = table_.insert(buffer.address);
+    table_[slot].event.size = buffer.size;
+    table_[slot].event.requested_size = buffer.size;
+    table_.push_cached(slot);
+    unknown_cached_ -= buffer.size;
+  }
+  knows_cache_ = true;
+}
+
 void Books::note_limits(const Limits& limits, uint64_t time_ns) {
   Position position = position_at(time_ns ? time_ns : clock_.now_ns());
   LimitChange moment = {};
@@ -39,6 +51,9 @@ void Books::note_limits(const Limits& limits, uint64_t time_ns) {
 }
 
 void Books::observe_cache(uint64_t cache) {
+  if (knows_cache_) {
+    return; // the counter may be ahead of an allocation that is to be bound
+  }
   if (cache < totals_.now.cache) {
     evict(totals_.now.cache - cache);
   } else if (cache > totals_.now.cache) {
@@ -99,6 +114,10 @@ Action Books::allocated(
     const Origin& origin) {
   log_.make_room(); // before anything is changed
   uint32_t slot = table_.find(address);
+  if (knows_cache_) {
+    bool is_cached = slot != BufferTable::kNone && table_[slot].cached;
+    from_cache = is_cached ? size : 0;
+  }
   Action action = Action::AllocNew;
   if (slot == BufferTable::kNone) {
     if (size && from_cache >= size && unknown_cached_ >= size) {

@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "buffer_table.h"
+#include "cache_contents.h"
 #include "cache_returns.h"
 #include "clock.h"
 #include "event.h"
@@ -54,6 +55,10 @@ class Books {
   void start(uint64_t max_entries, const Limits& limits);
   // What was there at the start. Before anything is booked.
   void start_from(const Counters& counters);
+  // What lies in the cache when the session begins, where each buffer that it
+  // takes or gives back later is seen, too: then the books alone tell a reused
+  // buffer from a new one. Throws std::bad_alloc.
+  void know_cache(const std::vector<CachedBuffer>& buffers);
 
   // Active bytes as MLX counts them while no call of its allocator is under
   // way. They move without the books only by calls that were inside the
@@ -165,6 +170,7 @@ class Books {
   BufferTable table_;
   Totals totals_;
   LimitChanges limit_changes_;
+  bool knows_cache_ = false;
   uint64_t unknown_cached_ = 0; // bytes cached before the session began
   uint64_t start_ns_ = 0; // CLOCK_MONOTONIC
   uint64_t last_ns_ = 0; // of the last event: the log never runs backwards

@@ -84,7 +84,7 @@ bool read_list(const CacheList& list, std::vector<CachedBuffer>* out) {
   return !at && older == list.newest && out->size() == list.count;
 }
 
-bool read_sizes(std::vector<CachedBuffer>* buffers) {
+bool read_sizes(size_t offset, std::vector<CachedBuffer>* buffers) {
   std::vector<const void*> addresses;
   std::vector<uint64_t> sizes(std::min(kBatch, buffers->size()));
   std::vector<bool> readable;
@@ -93,7 +93,7 @@ bool read_sizes(std::vector<CachedBuffer>* buffers) {
     addresses.clear();
     for (size_t i = 0; i < n; ++i) {
       addresses.push_back(
-          reinterpret_cast<const void*>((*buffers)[at + i].address));
+          reinterpret_cast<const void*>((*buffers)[at + i].address + offset));
     }
     if (!read_own_memory(
             addresses, sizeof(uint64_t), sizes.data(), &readable) ||
@@ -121,7 +121,8 @@ bool adds_up(const std::vector<CachedBuffer>& buffers, uint64_t bytes) {
 bool read_once(const MlxCounters& counters, CacheContents* out) {
   CacheList before, after;
   if (!counters.peek_cache_list(&before) || before.count > kMost ||
-      !read_list(before, &out->buffers) || !read_sizes(&out->buffers) ||
+      !read_list(before, &out->buffers) ||
+      !read_sizes(counters.buffer_size_offset(), &out->buffers) ||
       !adds_up(out->buffers, before.bytes)) {
     return false;
   }
@@ -133,7 +134,7 @@ bool read_once(const MlxCounters& counters, CacheContents* out) {
 
 CacheContents read_cache_contents(const MlxCounters& counters) noexcept {
   try {
-    for (int i = 0; counters.has_cpu_cache() && i < kTries; ++i) {
+    for (int i = 0; counters.knows_cache() && i < kTries; ++i) {
       CacheContents contents;
       if (read_once(counters, &contents)) {
         contents.is_known = true;

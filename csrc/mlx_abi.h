@@ -45,29 +45,39 @@ using CounterFn = size_t (*)();
 constexpr const char* kCudaAllocatorName = "CudaAllocator";
 constexpr const char* kMetalAllocatorName = "MetalAllocator";
 
-// The CPU's allocator from 0.32.0. MLX has no getter of the cache limit, and
-// its getter of the cached bytes takes a mutex. Used only where the words that
-// MLX's functions also return have the values that they return.
-constexpr const char* kCpuAllocatorType =
-    "N3mlx4core9allocator15CommonAllocatorE";
-constexpr size_t kCpuMemoryLimit = 8;
-constexpr size_t kCpuCacheLimit = 16;
-constexpr size_t kCpuActiveMemory = 24;
-constexpr size_t kCpuPeakMemory = 32;
-constexpr size_t kCpuMutex = 40; // glibc: an int that is 0 while it is free
-// BufferCache, at 80: a std::multimap by size, which keeps its count last, and
-// a list of what it holds by age.
-constexpr size_t kCpuCacheCount = 120;
-constexpr size_t kCpuCacheNewest = 128; // BufferHolder*, null: it is empty
-constexpr size_t kCpuCacheOldest = 136;
-constexpr size_t kCpuCacheMemory = 144;
-constexpr size_t kCpuPageSize = 152;
-constexpr size_t kCpuPageSizeValue = 4096;
-// BufferCache::free_, a std::function that holds the pointer std::free.
-constexpr size_t kCpuCacheFree = 192;
-using CacheFreeFn = void (*)(void* buffer);
+// An allocator with a BufferCache, from 0.32.0. MLX has no getter of the cache
+// limit, and its getter of the cached bytes takes a mutex. Used only where the
+// words that MLX's functions also return have the values that they return.
+struct AllocatorLayout {
+  const char* type; // RTTI name
+  size_t memory_limit;
+  size_t cache_limit;
+  size_t active;
+  size_t peak;
+  size_t mutex; // glibc: an int that is 0 while it is free
+  uint64_t page; // what the cache has as its page size
+  size_t buffer_size; // where a buffer holds its size, a size_t
+};
+constexpr AllocatorLayout kCpuAllocator =
+    {"N3mlx4core9allocator15CommonAllocatorE", 8, 16, 24, 32, 40, 4096, 0};
+constexpr AllocatorLayout kCudaAllocator =
+    {"N3mlx4core2cu13CudaAllocatorE", 48, 72, 224, 232, 8, 16384, 8};
 
-// BufferCache::BufferHolder. A buffer begins with its size, a size_t.
+// BufferCache, at 80 in both: a std::multimap by size, which keeps its count
+// last, and a list of what it holds by age.
+constexpr size_t kCacheCount = 120;
+constexpr size_t kCacheNewest = 128; // BufferHolder*, null: it is empty
+constexpr size_t kCacheOldest = 136;
+constexpr size_t kCacheMemory = 144;
+constexpr size_t kCachePageSize = 152;
+// Two std::function: two words for what they hold, a manager and an invoker.
+constexpr size_t kCacheGetSizeInvoker = 184;
+constexpr size_t kCacheFree = 192; // on the CPU it holds the pointer std::free
+constexpr size_t kCacheFreeInvoker = 216;
+using CacheFreeFn = void (*)(void* buffer);
+using CacheInvoker = size_t (*)(const void* function, void** buffer);
+
+// BufferCache::BufferHolder.
 struct CacheHolder {
   uint64_t newer; // CacheHolder*, prev there
   uint64_t older; // next

@@ -19,31 +19,33 @@ void MlxCounters::bind(
   cache_ = CounterWord(cache);
   peak_ = CounterWord(peak);
   memory_limit_ = memory_limit;
-  if (std::strcmp(allocator_class, abi::kCpuAllocatorType) == 0) {
-    cpu_allocator_ = static_cast<const char*>(allocator);
+  allocator_ = static_cast<const char*>(allocator);
+  for (auto layout : {&abi::kCpuAllocator, &abi::kCudaAllocator}) {
+    if (std::strcmp(allocator_class, layout->type) == 0) {
+      layout_ = layout;
+    }
   }
   // Before 0.32.0 there is no cache, and the words lie elsewhere: peak where
   // active is looked for, which are equal at first.
-  has_cache_ =
-      knows_layout() && word(abi::kCpuPageSize) == abi::kCpuPageSizeValue;
+  has_cache_ = knows_layout() && word(abi::kCachePageSize) == layout_->page;
   if (!has_cache_) {
     return;
   }
   auto at = [this](size_t offset) {
-    return reinterpret_cast<const uint64_t*>(cpu_allocator_ + offset);
+    return reinterpret_cast<const uint64_t*>(allocator_ + offset);
   };
-  active_ = CounterWord(active, at(abi::kCpuActiveMemory));
-  cache_ = CounterWord(cache, at(abi::kCpuCacheMemory));
-  mutex_word_ = reinterpret_cast<const int*>(cpu_allocator_ + abi::kCpuMutex);
+  active_ = CounterWord(active, at(layout_->active));
+  cache_ = CounterWord(cache, at(abi::kCacheMemory));
+  mutex_word_ = reinterpret_cast<const int*>(allocator_ + layout_->mutex);
 }
 
 bool MlxCounters::knows_layout() const {
   auto fits = [this] {
-    return word(abi::kCpuMemoryLimit) == memory_limit_() &&
-        word(abi::kCpuActiveMemory) == active_.ask() &&
-        word(abi::kCpuPeakMemory) == peak_.ask();
+    return word(layout_->memory_limit) == memory_limit_() &&
+        word(layout_->active) == active_.ask() &&
+        word(layout_->peak) == peak_.ask();
   };
-  if (!cpu_allocator_ || !memory_limit_) {
+  if (!layout_ || !memory_limit_) {
     return false;
   }
   // Another thread may allocate between two of the readings.
@@ -73,15 +75,23 @@ void** MlxCounters::cache_free_word() const {
   if (!has_cache_ || !knows_layout()) {
     return nullptr;
   }
-  auto slot = reinterpret_cast<void**>(
-      const_cast<char*>(cpu_allocator_) + abi::kCpuCacheFree);
-  return *slot == reinterpret_cast<void*>(&::free) ? slot : nullptr;
+  void** word = slot(abi::kCacheFree);
+  return *word == reinterpret_cast<void*>(&::free) ? word : nullptr;
+}
+
+bool MlxCounters::cuda_cache_words(void*** get_size, void*** free) const {
+  if (!has_cache_ || layout_ != &abi::kCudaAllocator || !knows_layout()) {
+    return false;
+  }
+  *get_size = slot(abi::kCacheGetSizeInvoker);
+  *free = slot(abi::kCacheFreeInvoker);
+  return true;
 }
 
 int64_t MlxCounters::cache_limit() const {
   // Without a cache, before 0.32.0, other members lie here.
   return has_cache_ && knows_layout()
-      ? static_cast<int64_t>(word(abi::kCpuCacheLimit))
+      ? static_cast<int64_t>(word(layout_->cache_limit))
       : -1;
 }
 

@@ -116,6 +116,9 @@ class MlxCounters {
   // The word through which the CPU's cache frees a buffer, holding that mutex;
   // nullptr when this allocator has none.
   void** cache_free_word() const;
+  // The words through which CUDA's cache asks for a buffer's size, when it
+  // takes it or gives it back, and frees it. False where there are none.
+  bool cuda_cache_words(void*** get_size, void*** free) const;
 
   // The cache limit in bytes, -1 where it can't be told.
   int64_t cache_limit() const;
@@ -126,12 +129,15 @@ class MlxCounters {
     if (!has_cache_) {
       return false;
     }
-    *out = {word(abi::kCpuCacheLimit), word(abi::kCpuMemoryLimit)};
+    *out = {word(layout_->cache_limit), word(layout_->memory_limit)};
     return true;
   }
-  // Whether the words of a CPU allocator with a cache are known.
-  bool has_cpu_cache() const {
+  // Whether the words of an allocator with a cache are known.
+  bool knows_cache() const {
     return has_cache_;
+  }
+  size_t buffer_size_offset() const {
+    return layout_->buffer_size;
   }
   // The cache as it is. False while somebody is inside it, and without one.
   bool peek_cache_list(CacheList* out) const {
@@ -139,10 +145,10 @@ class MlxCounters {
       return false;
     }
     *out = {
-        word(abi::kCpuCacheCount),
-        word(abi::kCpuCacheMemory),
-        word(abi::kCpuCacheNewest),
-        word(abi::kCpuCacheOldest)};
+        word(abi::kCacheCount),
+        word(abi::kCacheMemory),
+        word(abi::kCacheNewest),
+        word(abi::kCacheOldest)};
     return mutex_is_free();
   }
 
@@ -150,10 +156,9 @@ class MlxCounters {
   int64_t ask_memory_limit() const;
 
  private:
-  // Of the CPU's allocator.
   uint64_t word(size_t offset) const {
     return __atomic_load_n(
-        reinterpret_cast<const uint64_t*>(cpu_allocator_ + offset),
+        reinterpret_cast<const uint64_t*>(allocator_ + offset),
         __ATOMIC_RELAXED);
   }
   bool mutex_is_free() const {
@@ -169,8 +174,13 @@ class MlxCounters {
   CounterWord cache_;
   CounterWord peak_; // its word is looked at once, not read later
   abi::CounterFn memory_limit_ = nullptr;
-  const char* cpu_allocator_ = nullptr; // the object, if it is the CPU's
-  bool has_cache_ = false; // and it is one with a cache
+  void** slot(size_t offset) const {
+    return reinterpret_cast<void**>(const_cast<char*>(allocator_) + offset);
+  }
+
+  const char* allocator_ = nullptr; // the object
+  const abi::AllocatorLayout* layout_ = nullptr; // if its class has one
+  bool has_cache_ = false; // and its words are where they should be
   const int* mutex_word_ = nullptr;
 };
 

@@ -17,6 +17,8 @@ struct Originals {
   abi::MakeBufferFn make_buffer = nullptr;
   abi::FreeFn release = nullptr;
   abi::CacheFreeFn cache_free = nullptr;
+  abi::CacheInvoker cache_get_size = nullptr; // these two: CUDA's
+  abi::CacheInvoker cache_free_invoker = nullptr;
   abi::DescInitFn desc_init = nullptr;
   abi::DescDtor desc_destroy = nullptr;
   abi::SetDataFn set_data = nullptr;
@@ -30,7 +32,8 @@ struct Originals {
   void* allocator = nullptr; // the object
   bool allocates_unseen = false; // not every allocation takes its vtable
   bool uses_host_memory = false; // the CPU's allocator
-  bool notes_cache_returns = false; // cache_free is patched
+  bool notes_cache_returns = false; // what the cache frees with is patched
+  bool notes_recycling = false; // and what it asks for sizes with
 };
 extern Originals originals;
 extern MlxCounters mlx_counters;

@@ -45,6 +45,8 @@ struct ThreadState {
   uint64_t frees_at_allocation = 0;
   CallSampler timed_calls; // of the allocator's malloc
   uint32_t since_sample = 0; // events and nodes that came or went
+  void* being_freed = nullptr;
+  bool was_recycled = false; // the cache took it
   bool in_allocator = false;
 };
 
@@ -208,6 +210,9 @@ void note_bound_buffer(const void* array, void* buffer) {
   Counters counters = mlx_counters.read();
   size_t size = originals.size(originals.allocator, buffer);
   book([&](Books& books) {
+    if (originals.notes_cache_returns && has_cache_returns()) {
+      book_cache_returns(books);
+    }
     books.bound(address_of(buffer), size, counters, origin);
   });
 }
@@ -336,16 +341,37 @@ void probes::free(void* self, void* buffer) {
   uint32_t slot = session.books.find(address_of(buffer));
   uint64_t size = slot == BufferTable::kNone ? originals.size(self, buffer)
                                              : session.books.size_of(slot);
+  thread.being_freed = buffer;
+  thread.was_recycled = false;
   originals.free(self, buffer);
+  thread.being_freed = nullptr;
   if (!is_recording()) {
     return; // memory for the log ran out
   }
   CacheState after = read_cache_state();
+  bool to_cache = originals.notes_recycling
+      ? thread.was_recycled
+      : went_to_cache(before, after, size);
   book([&](Books& books) {
-    books.freed(
-        address_of(buffer), slot, size, went_to_cache(before, after, size));
+    books.freed(address_of(buffer), slot, size, to_cache);
     book_cache(books, after);
   });
+}
+
+// The cache asks when it takes a buffer, and before it frees an old one.
+size_t probes::cache_get_size(const void* function, void** buffer) {
+  if (*buffer == thread.being_freed) {
+    thread.was_recycled = true;
+  }
+  return originals.cache_get_size(function, buffer);
+}
+
+size_t probes::cache_free_invoker(const void* function, void** buffer) {
+  if (is_recording()) {
+    note_cache_return(
+        address_of(*buffer), originals.size(originals.allocator, *buffer));
+  }
+  return originals.cache_free_invoker(function, buffer);
 }
 
 void probes::cache_free(void* buffer) {

@@ -25,6 +25,8 @@ void free(void* self, void* buffer);
 void* make_buffer(void* self, void* pointer, size_t size);
 void release(void* self, void* buffer);
 void cache_free(void* buffer);
+size_t cache_get_size(const void* function, void** buffer);
+size_t cache_free_invoker(const void* function, void** buffer);
 
 // ArrayDesc::init(): a node was created.
 void desc_init(void* desc);

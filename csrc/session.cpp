@@ -132,6 +132,10 @@ void start_session(uint64_t max_entries) {
   session.recording.store(true, std::memory_order_release);
   session.books.start_from(counters_at_start()); // now that others must wait
   session.cache_at_start = read_cache_contents(mlx_counters);
+  if (originals.notes_recycling && session.cache_at_start.is_known) {
+    book(
+        [](Books& books) { books.know_cache(session.cache_at_start.buffers); });
+  }
   take_node_sample();
 }
 
