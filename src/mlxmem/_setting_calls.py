@@ -7,6 +7,7 @@ its line, for the reports.
 from __future__ import annotations
 
 import functools
+import itertools
 import operator
 import threading
 from collections import deque
@@ -30,8 +31,9 @@ _CLEARED = {"clear_cache": "get_cache_memory", "reset_peak_memory": "get_peak_me
 MOST = 10_000  # calls that are kept, the last ones: limits, and apart from them others
 
 _replaced: list[tuple[Any, str, Any, Any]] = []  # module, name, original, replacement
-_limits: deque[SettingCall] = deque(maxlen=MOST)
-_others: deque[SettingCall] = deque(maxlen=MOST)
+_limits: deque[tuple[int, SettingCall]] = deque(maxlen=MOST)
+_others: deque[tuple[int, SettingCall]] = deque(maxlen=MOST)
+_numbers = itertools.count()
 _inside = threading.local()  # names of the functions that this thread is in
 
 
@@ -70,11 +72,8 @@ def unwatch() -> None:
 
 def collect() -> tuple[SettingCall, ...]:
     """Return the calls of the running or last session."""
-    return tuple(sorted((*_limits, *_others), key=_when))
-
-
-def _when(call: SettingCall) -> tuple[int, int]:
-    return call.mark.at, call.mark.timestamp_us
+    numbered = sorted((*_limits, *_others), key=operator.itemgetter(0))
+    return tuple(call for _, call in numbered)
 
 
 def _noted(
@@ -103,15 +102,14 @@ def _noted(
         stack = _interner.resolve_traceback(_interner.capture_traceback()) or []
         value = 0 if name in _CLEARED else _number(next(_values(args, kwargs), None))
         calls = _others if name in _CLEARED else _limits
-        calls.append(
-            SettingCall(
-                Mark(at, time_us, threading.get_native_id(), name),
-                value,
-                _number(before if name in _CLEARED else returned),
-                tuple(stack[:-1]),
-                began,
-            )
+        made = SettingCall(
+            Mark(at, time_us, threading.get_native_id(), name),
+            value,
+            _number(before if name in _CLEARED else returned),
+            tuple(stack[:-1]),
+            began,
         )
+        calls.append((next(_numbers), made))
         return returned
 
     return call

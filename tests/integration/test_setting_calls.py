@@ -18,6 +18,7 @@ import mlxmem
 from mlxmem import _setting_calls, recorder
 from mlxmem.cli import main
 from mlxmem.events import SettingCall
+from mlxmem.units import format_bytes
 
 KiB, MiB = 1 << 10, 1 << 20
 METAL = getattr(mx, "metal", None)
@@ -254,8 +255,8 @@ def test_limits_at_the_start_are_those_of_the_oldest_kept_event() -> None:
 
 def test_active_above_the_memory_limit_is_a_crossing() -> None:
     mlxmem.enable()
-    base = mx.get_active_memory()
-    mx.set_memory_limit(base + 3 * MiB + 64 * KiB)
+    limit = mx.get_active_memory() + 3 * MiB + 64 * KiB
+    mx.set_memory_limit(limit)
     kept: list[mx.array] = []
     for _ in range(2):
         kept.clear()
@@ -274,4 +275,4 @@ def test_active_above_the_memory_limit_is_a_crossing() -> None:
         assert event["size"] >= MiB
         assert event["timestamp_us"] == mark.timestamp_us
         assert event["thread_id"] == mark.thread_id
-        assert mark.name.startswith("active above the memory limit, 3.")
+        assert mark.name == f"active above the memory limit, {format_bytes(limit)}"

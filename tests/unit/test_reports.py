@@ -6,6 +6,7 @@ import itertools
 import json
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -695,17 +696,20 @@ def test_times_count_from_the_first_entry() -> None:
     assert summary(history)["end"]["time_us"] == 10 * (len(busy_heap().rows) - 1)
 
 
-def test_summary_points_to_the_cache_where_it_holds_more_than_arrays() -> None:
+def test_summary_points_to_the_cache_where_it_holds_more_than_arrays(
+    tmp_path: Path,
+) -> None:
     heap = Heap()
     for _ in range(3):
         heap.free(heap.new(1000))
     kept = Heap()
     kept.new(1000)
 
-    def printed(heap: Heap, folder: str) -> str:
-        with CliRunner().isolated_filesystem():
-            dump(heap.recording(), folder)
-            return CliRunner().invoke(main, ["summary", folder]).output
+    def printed(heap: Heap) -> str:
+        dump(heap.recording(), tmp_path / "out.pickle")
+        return (
+            CliRunner().invoke(main, ["summary", str(tmp_path / "out.pickle")]).output
+        )
 
-    assert "`mlxmem cache`" in printed(heap, "out.pickle")
-    assert "`mlxmem cache`" not in printed(kept, "out.pickle")
+    assert "`mlxmem cache`" in printed(heap)
+    assert "`mlxmem cache`" not in printed(kept)
