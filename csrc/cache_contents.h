@@ -1,5 +1,5 @@
-// What lies in the cache of MLX's CPU allocator, read while other threads may
-// empty it.
+// What lies in the cache of MLX's allocator, read while other threads may empty
+// it.
 
 #pragma once
 

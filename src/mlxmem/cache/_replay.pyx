@@ -51,6 +51,10 @@ cdef extern from "replay.h" namespace "mlxmem::cache":
         uint64_t mismatches
         uint64_t raced
         uint64_t unseen
+    cdef cppclass Replay:
+        size_t run(size_t, size_t) except + nogil
+        void finish() except +
+        const Totals& totals()
     cdef cppclass Outputs "mlxmem::cache::Replay::Outputs":
         uint8_t* outcomes
         int64_t* causes
@@ -60,24 +64,18 @@ cdef extern from "replay.h" namespace "mlxmem::cache":
         size_t most_mismatches
 
 cdef extern from "predict.h" namespace "mlxmem::cache":
-    cdef cppclass Prediction:
+    cdef cppclass Prediction(Replay):
         Prediction(
             const Policy&, const Rows&, const Cached*, size_t, uint64_t, uint64_t,
             c_bool, const Outputs&,
         ) except +
-        size_t run(size_t, size_t) except + nogil
-        void finish() except +
-        const Totals& totals()
 
 cdef extern from "follow.h" namespace "mlxmem::cache":
-    cdef cppclass Following:
+    cdef cppclass Following(Replay):
         Following(
             const Policy&, const Rows&, const Cached*, size_t, uint64_t, uint64_t,
             const Outputs&,
         ) except +
-        size_t run(size_t, size_t) except + nogil
-        void finish() except +
-        const Totals& totals()
 
 ROW = np.dtype(
     [
@@ -115,9 +113,20 @@ cdef Policy _policy(object policy):
     return out
 
 
-cdef dict _totals(Totals t):
-    cdef dict totals = t
-    return totals
+cdef dict _run(Replay* replay, size_t n):
+    """Replay all rows, and return the totals; the replay is gone afterwards."""
+    cdef size_t row = 0
+    cdef Totals totals
+    try:
+        while row < n:
+            with nogil:
+                row = replay.run(row, AT_A_TIME)
+            PyErr_CheckSignals()
+        replay.finish()
+        totals = replay.totals()
+        return totals
+    finally:
+        del replay
 
 
 cdef class _Arrays:
@@ -181,20 +190,11 @@ def predict(
     outputs.causes = &cause[0]
     outputs.reserved = &reserved[0] if curve else NULL
     cdef c_bool overrides = fixed_limit
-    cdef size_t row = 0
-    cdef Prediction* replay = new Prediction(
+    cdef Replay* replay = new Prediction(
         _policy(policy), arrays.rows, arrays.cached, arrays.cached_count, unknown,
         active, overrides, outputs,
     )
-    try:
-        while row < n:
-            with nogil:
-                row = replay.run(row, AT_A_TIME)
-            PyErr_CheckSignals()
-        replay.finish()
-        totals = _totals(replay.totals())
-    finally:
-        del replay
+    totals = _run(replay, n)
     return (
         totals,
         np.asarray(outcome)[:n] if outcomes else None,
@@ -234,20 +234,11 @@ def follow(rows, cached, unknown, active, policy):
     outputs.unseen = &unseen[0]
     outputs.mismatches = &mismatches
     outputs.most_mismatches = MOST_MISMATCHES
-    cdef size_t row = 0
-    cdef Following* replay = new Following(
+    cdef Replay* replay = new Following(
         _policy(policy), arrays.rows, arrays.cached, arrays.cached_count, unknown,
         active, outputs,
     )
-    try:
-        while row < n:
-            with nogil:
-                row = replay.run(row, AT_A_TIME)
-            PyErr_CheckSignals()
-        replay.finish()
-        totals = _totals(replay.totals())
-    finally:
-        del replay
+    totals = _run(replay, n)
     return (
         totals,
         np.asarray(outcome)[:n],

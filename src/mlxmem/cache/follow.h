@@ -21,8 +21,7 @@ class Following : public Replay {
     classifies_ = true;
   }
 
-  // Goes on from row i for about `count` rows, and returns where it stands.
-  size_t run(size_t i, size_t count) {
+  size_t run(size_t i, size_t count) override {
     size_t end = std::min(i + count, rows_.size());
     while (i < end) {
       set_outputs(i);
@@ -34,12 +33,12 @@ class Following : public Replay {
     return i;
   }
 
-  void finish() {
+  void finish() override {
     if (!pending_.empty()) {
       explain_run(pending_.front(), pending_.size(), rows_.size());
       pending_.clear();
     }
-    totals_.cache = cache_.bytes();
+    Replay::finish();
   }
 
  private:

@@ -34,8 +34,7 @@ class Prediction : public Replay {
     }
   }
 
-  // Goes on from row i for `count` rows, and returns where it stands.
-  size_t run(size_t i, size_t count) {
+  size_t run(size_t i, size_t count) override {
     size_t end = std::min(i + count, rows_.size());
     for (; i < end; ++i) {
       set_outputs(i);
@@ -45,10 +44,6 @@ class Prediction : public Replay {
       }
     }
     return i;
-  }
-
-  void finish() {
-    totals_.cache = cache_.bytes();
   }
 
  private:

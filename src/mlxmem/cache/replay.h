@@ -112,6 +112,14 @@ class Replay {
     size_t most_mismatches = 0;
   };
 
+  virtual ~Replay() = default;
+
+  // Goes on from row i for about `count` rows, and returns where it stands.
+  virtual size_t run(size_t i, size_t count) = 0;
+  virtual void finish() {
+    totals_.cache = cache_.bytes();
+  }
+
   const Totals& totals() const {
     return totals_;
   }

@@ -181,7 +181,6 @@ def with_calls(
     # What was called before the oldest event has left its traces in the start.
     inside = [call for call in calls if not dropped or call.ended > beginning]
     extra = np.zeros(2 * len(inside), ROW)
-    key = np.zeros(2 * len(inside), np.int64)
     event = np.zeros(2 * len(inside), np.int64)
     number = np.zeros(2 * len(inside), np.int64)
     for k, call in enumerate(inside):
