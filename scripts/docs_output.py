@@ -41,6 +41,7 @@ RECIPES: dict[str, str | Path] = {
     "leak.pickle": DOCS / "find-a-leak.md",
     "fixed.pickle": DOCS / "find-a-leak.md",
     "steps.pickle": DOCS / "tune-the-cache.md",
+    "ranks.rank0.pickle": DOCS / "distributed.md",
 }
 
 _STEP = re.compile(

@@ -18,6 +18,7 @@ from mlxmem.fork_api import (
     to_snapshot,
 )
 from mlxmem.marks import annotate, mark
+from mlxmem.merging import merge
 from mlxmem.modules import track_modules
 from mlxmem.notebook import load_ipython_extension, unload_ipython_extension
 from mlxmem.record_block import record
@@ -51,6 +52,7 @@ __all__ = [
     "is_enabled",
     "load_ipython_extension",
     "mark",
+    "merge",
     "recommend_cache_limit",
     "record",
     "record_memory_events",

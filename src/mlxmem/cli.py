@@ -20,6 +20,7 @@ VERBS = {
     "timeline": "timeline",
     "cache": "cache",
     "diff": "diff",
+    "merge": "merge",
     "view": "view",
     "export": "export",
 }

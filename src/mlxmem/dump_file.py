@@ -54,6 +54,11 @@ def check_target(path: str | os.PathLike[str]) -> None:
             raise _os_error(errno.EACCES, path)
 
 
+def is_plain(path: str | os.PathLike[str]) -> bool:
+    """Tell whether `replace` makes a plain file at a path, not writes to a device."""
+    return not os.path.exists(path) or os.path.isfile(path)
+
+
 def _os_error(number: int, path: str | os.PathLike[str]) -> OSError:
     return OSError(number, os.strerror(number), os.fspath(path))
 
@@ -121,7 +126,7 @@ def check_folder(path: str | os.PathLike[str]) -> None:
     OSError
         There can be no new file in its folder; permissions alone don't tell.
     """
-    if os.path.exists(path) and not os.path.isfile(path):
+    if not is_plain(path):
         return  # `replace` makes no file then
     folder = os.path.dirname(os.path.realpath(path))
     trial = os.path.join(folder, _temporary_prefix() + secrets.token_hex(4))

@@ -19,6 +19,7 @@ from mlxmem import (
     _library_loads,
     _oom,
     _setting_calls,
+    distributed,
     limits,
     marks,
     snapshot as _snapshot,
@@ -315,8 +316,17 @@ def dump(path: str | os.PathLike[str]) -> pathlib.Path:
         enable() was never called in this process.
     OSError
         The file can't be written. The events are kept.
+
+    Warns
+    -----
+    UserWarning
+        Another rank of a distributed program has just written to `path`.
     """
-    return _snapshot.dump(recording(), path)
+    made = recording()
+    distributed.warn_if_shared(path, made.start_us)
+    written = _snapshot.dump(made, path)
+    distributed.note_written(written)
+    return written
 
 
 def _forget_parent() -> None:
@@ -443,10 +453,12 @@ def _settings(
         limit=memory_limit,
         dropped=totals.dropped,
     )
+    rank = distributed.current()
     settings: dict[str, Setting] = {
         "recorder": f"mlxmem {__version__}",
         "mlx_version": mx.__version__,
         "backend": _hook.backend(),
+        **(rank._asdict() if rank else {}),
         **limits.settings(
             calls,
             at_start=(cache_limit, memory_limit),

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
-from mlxmem import _oom, _termination, dump_file, recorder
+from mlxmem import _oom, _termination, distributed, dump_file, recorder
 from mlxmem._deferred_signals import deferred
 from mlxmem.errors import UnsupportedMLXError
 from mlxmem.units import format_bytes
@@ -41,7 +41,11 @@ class RunSession:
         if self.pid != int(self.options["pid"]):
             stem, suffix = os.path.splitext(self.name)
             self.name = f"{stem}.{self.pid}{suffix}"
-        self.path = os.path.join(self.options["folder"], self.name)
+        folder = self.options["folder"]
+        self.rank = distributed.current()
+        if self.rank and dump_file.is_plain(os.path.join(folder, self.name)):
+            self.name = distributed.with_rank(self.name, self.rank)
+        self.path = os.path.join(folder, self.name)
         self.done = False
         self.lock = _thread.allocate_lock()
 
@@ -89,7 +93,8 @@ class RunSession:
             return
         # RuntimeError: a signal handler that interrupted another write.
         with contextlib.suppress(OSError, ValueError, RuntimeError):
-            sys.__stderr__.write(f"mlxmem: {text}\n")
+            rank = f"{self.rank}: " if self.rank else ""
+            sys.__stderr__.write(f"mlxmem: {rank}{text}\n")
             sys.__stderr__.flush()
 
     def _write(self, shown: str) -> None:

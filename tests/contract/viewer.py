@@ -9,6 +9,7 @@ entry that breaks a rule.
 from __future__ import annotations
 
 import bisect
+import itertools
 import pickle
 import pickletools
 from typing import Any
@@ -90,7 +91,7 @@ OOM_KEYS = {key: kind for key, kind in ENTRY_KEYS.items() if key != "addr"} | {
 ACTIONS = {"alloc", "free_requested", "free_completed", "segment_alloc", "segment_free"}
 
 
-def check_pickle(data: bytes) -> Entry:
+def check_pickle(data: bytes, devices: int = 1) -> Entry:
     """Check a file's bytes and what they hold; return the snapshot.
 
     Raises
@@ -107,11 +108,11 @@ def check_pickle(data: bytes) -> Entry:
             assert abs(argument) <= MAX_INT, f"{argument} at byte {position}"
     assert protocols == [4]
     snapshot: Entry = pickle.loads(data)
-    check_snapshot(snapshot)
+    check_snapshot(snapshot, devices)
     return snapshot
 
 
-def check_snapshot(snapshot: Entry) -> None:
+def check_snapshot(snapshot: Entry, devices: int = 1) -> None:
     """Check a snapshot against every rule of the format and of its readers.
 
     Raises
@@ -121,20 +122,21 @@ def check_snapshot(snapshot: Entry) -> None:
     """
     _check_plain(snapshot, set())
     assert set(snapshot) == TOP_KEYS
-    assert len(snapshot["device_traces"]) == 1
+    assert len(snapshot["device_traces"]) == devices
     settings = snapshot["allocator_settings"]
     assert type(settings["trace_alloc_overflowed"]) is bool
     assert type(settings["trace_alloc_max_entries"]) is int
     check_annotations(snapshot["external_annotations"])
-    trace = snapshot["device_traces"][0]
-    check_entries(trace)
-    check_segments(snapshot["segments"])
+    check_segments(snapshot["segments"], devices)
     check_frames(snapshot)
-    check_forwards(trace, snapshot["segments"])
-    check_backwards(trace, snapshot["segments"])
-    for plot in ("alloc", "segment_alloc"):
-        peak, drawn = timeline_peaks(trace, snapshot["segments"], plot)
-        assert drawn == peak, f"{plot}: the plot ends at {drawn}, the peak is {peak}"
+    for device, trace in enumerate(snapshot["device_traces"]):
+        segments = [s for s in snapshot["segments"] if s["device"] == device]
+        check_entries(trace)
+        check_forwards(trace, segments)
+        check_backwards(trace, segments)
+        for plot in ("alloc", "segment_alloc"):
+            peak, drawn = timeline_peaks(trace, segments, plot)
+            assert drawn == peak, f"{plot}: the plot ends at {drawn}, peak is {peak}"
 
 
 def _check_plain(value: Any, seen: set[int]) -> None:
@@ -195,13 +197,13 @@ def check_entries(trace: list[Entry]) -> None:
         assert any(entry["category"] == "unknown" for entry in trace)
 
 
-def check_segments(segments: list[Entry]) -> None:
+def check_segments(segments: list[Entry], devices: int = 1) -> None:
     """Check that blocks tile their segments and that the sums are right."""
     for segment in segments:
         assert set(segment) == set(SEGMENT_KEYS), segment
         for key, kind in SEGMENT_KEYS.items():
             assert type(segment[key]) is kind, segment
-        assert segment["device"] == 0, segment
+        assert 0 <= segment["device"] < devices, segment
         assert segment["total_size"] > 0, segment
         assert segment["segment_type"] in ("small", "large"), segment
         assert segment["blocks"], segment
@@ -227,7 +229,7 @@ def check_segments(segments: list[Entry]) -> None:
 def check_frames(snapshot: Entry) -> None:
     """Check every stack once, and that equal stacks are one object."""
     stacks = {}
-    for entry in snapshot["device_traces"][0]:
+    for entry in itertools.chain(*snapshot["device_traces"]):
         stacks[id(entry["frames"])] = entry["frames"]
     for segment in snapshot["segments"]:
         for owner in (segment, *segment["blocks"]):

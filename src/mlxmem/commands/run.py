@@ -6,7 +6,7 @@ it needs to know travels in environment variables that it deletes again, and
 `mlxmem/_site/sitecustomize.py` is what it runs first:
 
 =====================  ==========================================================
-MLXMEM_RUN_OUT         the file, as the user has given it
+MLXMEM_RUN_OUT         the file, as the user has given it, without a rank
 MLXMEM_RUN_FOLDER      the folder that it is relative to
 MLXMEM_RUN_PID         the process of the program; others are children
 MLXMEM_RUN_MAX_ENTRIES events to keep, 0 = all
@@ -30,14 +30,16 @@ from typing import NoReturn
 import click
 
 import mlxmem
+from mlxmem import distributed
 from mlxmem.commands._help import examples
-from mlxmem.dump_file import check_folder, check_path, check_target
+from mlxmem.dump_file import check_folder, check_path, check_target, is_plain
 
 _SITE = os.path.join(os.path.dirname(os.path.abspath(mlxmem.__file__)), "_site")
 _EXAMPLES = examples(
     "mlxmem run train.py --epochs 3",
     "mlxmem run -o out.pickle --unlimited -m my_package.train --lr 0.1",
     "mlxmem run -c 'import mlx.core as mx; mx.eval(mx.ones(10))'",
+    "mlx.launch -n 2 -- mlxmem run -o out.pickle train.py",
 )
 
 
@@ -138,6 +140,8 @@ def command(
     out of memory. The program's arguments, output and exit code are as without
     mlxmem; all that follows SCRIPT, MODULE or CODE belongs to it.
 
+    Under mlx.launch each rank writes a file of its own: out.rank0.pickle.
+
     The exit code is the program's, or 2 when it was not started.
     """
     if module is not None and code is not None:
@@ -161,17 +165,20 @@ def command(
     if output is None:
         output = f"mlxmem-{_file_name(name)}.{os.getpid()}.pickle"
     try:
-        check_path(output)
-        check_target(output)
-        check_folder(output)
+        target = check_path(output)
+        rank = distributed.current()
+        if rank and is_plain(output):
+            target = distributed.with_rank(output, rank)
+        check_target(target)
+        check_folder(target)
     except OSError as error:
         raise click.BadParameter(
-            f"{output!r} can't be written: {error.strerror}; name another file with -o",
+            f"{target!r} can't be written: {error.strerror}; name another file with -o",
             param_hint="'-o'",
         ) from None
     except ValueError as error:
         raise click.BadParameter(str(error), param_hint="'-o'") from None
-    if follow_children and os.path.exists(output) and not os.path.isfile(output):
+    if follow_children and not is_plain(output):
         raise click.BadParameter(
             f"{output!r} is no plain file, and --follow-children writes one for each "
             "child beside it",

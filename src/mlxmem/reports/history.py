@@ -396,7 +396,20 @@ class _Reader:
         self.segments = [s for s in segments if s["device"] == device]
         extra = snapshot.get("mlxmem")
         self.extra: Entry = extra if isinstance(extra, dict) else {}
+        self.settings = _settings(snapshot.get("allocator_settings"))
+        if "devices" in self.extra:
+            self._choose_rank()
         self.stacks = _Distinct()
+
+    def _choose_rank(self) -> None:
+        """Take the device's part of what `mlxmem merge` put together."""
+        self.extra = self.extra["devices"][self.device]
+        if self.extra is None:
+            raise SnapshotError(
+                f"{self.name}: the file of rank {self.device} was not merged into it"
+            )
+        own = self.snapshot["allocator_settings"]["ranks"][self.device]
+        self.settings |= _settings(own)
 
     def history(self) -> History:
         trace, count = self.trace, len(self.trace)
@@ -437,7 +450,6 @@ class _Reader:
         start_us = self.extra.get("start_us", int(min(time_us, default=0)))
         if not -_MOST_TRAFFIC < _as_int(start_us) < _MOST_TRAFFIC:
             raise ValueError("start_us is out of range")
-        settings = self.snapshot.get("allocator_settings")
         return History(
             name=self.name,
             source="mlxmem" if "format" in self.extra else "torch",
@@ -466,7 +478,7 @@ class _Reader:
             crossings=self._marks("crossings"),
             times=self._times(),
             nodes=self._nodes(),
-            settings=_settings(settings),
+            settings=self.settings,
             cache_at_start=self._cache_at_start(),
         )
 
