@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from mlxmem.cache.start import cache_at_start
+from mlxmem.address_ranges import Addresses, ShownAddresses
 from mlxmem.events import Mark, Range, Recording, Records, State, no_context
 from mlxmem.frames import Entry, Frames, text
 from mlxmem.ledger import Ledger
@@ -157,7 +157,12 @@ class Extras:
                     )
         return sorted(found, key=lambda entry: entry["time_us"])
 
-    def build(self, entry_of: Callable[[int], int], ledger: Ledger) -> Entry:
+    def build(
+        self,
+        entry_of: Callable[[int], int],
+        ledger: Ledger,
+        shown_addresses: ShownAddresses,
+    ) -> Entry:
         """Return the value of the key "mlxmem".
 
         Parameters
@@ -167,6 +172,8 @@ class Extras:
             that comes after it.
         ledger : Ledger
             Of the recording.
+        shown_addresses : ShownAddresses
+            The snapshot's.
 
         Returns
         -------
@@ -184,7 +191,7 @@ class Extras:
             }
 
         recording = self._recording
-        start = cache_at_start(ledger)
+        start = shown_addresses.cached
         return {
             "format": FORMAT,
             "start_us": recording.start_us,
@@ -216,7 +223,7 @@ class Extras:
             "crossings": [place(mark) for mark in recording.crossings],
             "times": asdict(recording.times) if recording.times else None,
             "nodes": self._nodes(entry_of),
-            "hidden": self._hidden(ledger.final),
+            "hidden": self._hidden(ledger.final, shown_addresses.final),
             "cache_at_start": {
                 "addresses": start.addresses.tolist(),
                 "sizes": start.sizes.tolist(),
@@ -275,8 +282,10 @@ class Extras:
             ],
         }
 
-    def _hidden(self, final: Records) -> Entry | None:
+    def _hidden(self, final: Records, addresses: Addresses) -> Entry | None:
         """Return the live buffers of which arrays show less than was asked for.
+
+        `addresses` are those that the snapshot shows for the buffers of `final`.
 
         A slice keeps all of its parent's buffer. Arrays that overlap count twice, but
         no buffer shows more than it has. One that no counted array shows at all may
@@ -286,7 +295,8 @@ class Extras:
         if nodes is None:
             return None
         live = nodes.live[(nodes.live["pending"] == 0) & (nodes.live["buffer"] > 0)]
-        active = final[(final["state"] == State.Active) & (final["size"] > 0)]
+        is_active = (final["state"] == State.Active) & (final["size"] > 0)
+        active = final[is_active]
         order = np.argsort(active["addr"])
         addr, asked = active["addr"][order], active["requested_size"][order]
         asked = np.minimum(asked, active["size"][order]).astype(np.int64)
@@ -297,7 +307,7 @@ class Extras:
             np.add.at(shown, place[known], live["nbytes"][known].astype(np.int64))
         short = (shown > 0) & (shown < asked)
         return {
-            "addresses": addr[short].tolist(),
+            "addresses": addresses[is_active][order][short].tolist(),
             "visible": shown[short].tolist(),
         }
 

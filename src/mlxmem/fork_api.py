@@ -7,7 +7,7 @@ import pathlib
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from mlxmem import recorder, snapshot as _snapshot
+from mlxmem import _hook, recorder, snapshot as _snapshot
 from mlxmem.events import from_dicts
 
 
@@ -48,7 +48,8 @@ def to_snapshot(events: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
     ----------
     events : iterable of dict
         As `mlxmem.events` returns them; their times count from the start of this
-        process's session, or from the Unix epoch where there was none.
+        process's session, or from the Unix epoch where there was none, and the
+        backend is the session's.
 
     Raises
     ------
@@ -57,7 +58,10 @@ def to_snapshot(events: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
     """
     if not isinstance(events, Iterable):
         raise TypeError(f"events must be an iterable of dicts, not {events!r}")
-    return _snapshot.build(from_dicts(events, start_us=recorder.session_start_us()))
+    start_us = recorder.session_start_us()
+    # The backend tells what the addresses are of.
+    settings = {"backend": _hook.backend()} if start_us else {}
+    return _snapshot.build(from_dicts(events, start_us=start_us, settings=settings))
 
 
 def dump_snapshot(

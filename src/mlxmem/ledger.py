@@ -86,6 +86,8 @@ class Ledger:
         Index of the event that last allocated the event's buffer (itself for an
         allocation); BEFORE where that was before the first event, LOST where it is
         missing in between.
+    order : ndarray of int64
+        Indices of the events that have an address: by address, then by time.
     previous : ndarray of int64, shape (n,)
         Index of the event before at the same address, -1 for the first one.
     broken : ndarray of int64
@@ -121,6 +123,7 @@ class Ledger:
         addr, action = events["addr"], events["action"]
         order = np.argsort(addr, kind="stable")
         order = order[np.searchsorted(addr[order], 1) :]  # 0 is no address
+        self.order: Indices = order
         sorted_addr = addr[order]
         same = np.zeros(len(order), np.bool_)
         same[1:] = sorted_addr[1:] == sorted_addr[:-1]

@@ -5,9 +5,10 @@ The format is the one of `torch.cuda.memory._snapshot()`. Two programs read it:
 what they accept; comments here name the reader that forces a choice.
 
 How MLX's buffers map to it: every buffer is a segment of its own with one block, both
-at the buffer's address. What existed before the first retained event is allocated by
-extra entries at the start of the trace, so that a reader that adds up the entries
-has the right total at every event.
+at the buffer's address or, where that is not the memory's, at one that is made up (see
+`address_ranges`). What existed before the first retained event is allocated by extra
+entries at the start of the trace, so that a reader that adds up the entries has the
+right total at every event.
 
 Trace and segments are made as columns, some ten thousand rows at a time: `build`
 turns them into dicts, `dump` into a file.
@@ -26,6 +27,7 @@ import numpy as np
 import numpy.typing as npt
 
 from mlxmem import _pickle_writer, dump_file
+from mlxmem.address_ranges import shown_addresses
 from mlxmem.events import (
     RAW_BUFFER,
     Action,
@@ -107,7 +109,8 @@ def build(recording: Recording) -> dict[str, Any]:
     Notes
     -----
     An entry's `size` is the requested size for allocations and frees and the buffer's
-    size for segments; where they differ, `user_metadata` has `buffer_size`. Buffers
+    size for segments; where they differ, `user_metadata` has `buffer_size`. On CUDA
+    and Metal, addresses are made up and say only which buffers are one. Buffers
     of 0 bytes appear only as a count in `allocator_settings`, since a segment without
     extent is found by no reader.
     """
@@ -199,6 +202,7 @@ class _Builder:
     def __init__(self, recording: Recording) -> None:
         self.recording = recording
         self.ledger = Ledger(recording)
+        self._shown = shown_addresses(self.ledger)
         self.primitives = [text(name) for name in recording.primitives]
         frames = self._frames = Frames(recording.resolve)
         # Ids without a stack mean "before" only as long as nothing was dropped.
@@ -234,7 +238,7 @@ class _Builder:
             "device_traces": [trace],
             "allocator_settings": settings,
             "external_annotations": self._extras.annotations(),
-            "mlxmem": self._extras.build(self._entry_of, self.ledger),
+            "mlxmem": self._extras.build(self._entry_of, self.ledger, self._shown),
         }
 
     def common(self) -> list[str | tuple[int, ...]]:
@@ -253,7 +257,8 @@ class _Builder:
     def _trace(self) -> Rows:
         """Return the entries: what is there at the start, then the events."""
         ledger, events = self.ledger, self.recording.events
-        buffers = ledger.initial[ledger.initial["size"] > 0]
+        buffers = _moved(ledger.initial, self._shown.initial)
+        buffers = buffers[buffers["size"] > 0]
         if self.recording.dropped and len(events):
             latest = events["timestamp_us"][0]
             buffers["timestamp_us"] = np.minimum(buffers["timestamp_us"], latest)
@@ -311,9 +316,10 @@ class _Builder:
 
     def _segments(self) -> Rows:
         """Return the segments of the buffers known by address, lowest first."""
-        final = self.ledger.final
+        known = self.ledger.final["addr"] > 0
+        final = _moved(self.ledger.final, self._shown.final)
         order = np.argsort(final["addr"], kind="stable")
-        order = order[(final["size"][order] > 0) & (final["addr"][order] > 0)]
+        order = order[(final["size"][order] > 0) & known[order]]
         rows = np.concatenate([self._remainder, final[order]])
         owner = np.concatenate(
             [_owners(self._remainder, _REMAINDER), self.ledger.final_owner[order]]
@@ -354,11 +360,8 @@ class _Builder:
         self._remainder, self._cached_parts = np.split(rows, [len(rows) - parts])
 
     def _first_synthetic_address(self) -> int:
-        """Find an address above every real one."""
-        end = 0
-        for rows in (self.recording.events, self.recording.buffers):
-            if len(rows):
-                end = max(end, int((rows["addr"] + rows["size"]).max()))
+        """Find an address above every other one."""
+        end = self._shown.end
         # No real address is that high.
         return min((end // _SYNTHETIC_ALIGN + 2) * _SYNTHETIC_ALIGN, 2**63)
 
@@ -466,7 +469,7 @@ class _Builder:
         ids, primitive = source["traceback_id"], self._primitive(source)
         kinds = _OF_ACTION[events["action"]]
         kinds[self._hidden(part)] = _NONE
-        addr = events["addr"].copy()
+        addr = self._shown.events[part].copy()
         first, last = np.searchsorted(self._nameless, (part.start, part.stop))
         addr[self._nameless[first:last] - part.start] = self._cached_parts["addr"][
             first:last
@@ -557,13 +560,13 @@ class _Builder:
     def _lost_entries(
         self, kinds: Places, index: Ints, sizes: Ints
     ) -> tuple[Table, Ints]:
-        """Return entries before the events at `index`, sized as those at `sizes`."""
+        """Return entries before the events at `index`, of the buffers at `sizes`."""
         events = self.recording.events
         count = len(index)
         size = events["size"][sizes]
         return self._entries(
             kinds,
-            events["addr"][index],
+            self._shown.events[sizes],
             size,
             np.minimum(events["requested_size"][sizes], size),
             np.zeros(count, np.int32),
@@ -727,6 +730,13 @@ def _codes(columns: tuple[npt.NDArray[Any], ...]) -> tuple[Ints, int]:
 def _rank(column: npt.NDArray[Any]) -> tuple[int, npt.NDArray[Any]]:
     values, codes = np.unique(column, return_inverse=True)
     return len(values), codes
+
+
+def _moved(rows: Records, addr: Ints) -> Records:
+    """Copy records, with other addresses."""
+    rows = rows.copy()
+    rows["addr"] = addr
+    return rows
 
 
 def _owners(rows: Records, owner: int) -> Ints:

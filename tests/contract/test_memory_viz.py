@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 import viewer
-from handmade import Heap, busy_heap
+from handmade import Heap, PointerHeap, busy_heap
 
 from mlxmem.events import Recording
 from mlxmem.snapshot import BEFORE_ENABLE, build, write
@@ -96,6 +96,8 @@ def dump(recording: Recording, folder: pathlib.Path) -> pathlib.Path:
 RECORDINGS = {
     "busy": lambda: busy_heap().recording(),
     "overflow": lambda: busy_heap().recording(7),
+    "pointers": lambda: busy_heap(PointerHeap).recording(),
+    "pointers-overflow": lambda: busy_heap(PointerHeap).recording(7),
     "empty": lambda: Heap().recording(),
     "only-before": lambda: Heap(active=100, cached=50).recording(),
 }
@@ -158,9 +160,12 @@ def test_stats_shows_the_totals(tmp_path: pathlib.Path) -> None:
     assert "total_free: 3.0MiB" in shown
 
 
-def test_trace_names_every_block_and_segment(tmp_path: pathlib.Path) -> None:
+@pytest.mark.parametrize("kind", [Heap, PointerHeap])
+def test_trace_names_every_block_and_segment(
+    tmp_path: pathlib.Path, kind: type[Heap]
+) -> None:
     # GIVEN
-    path = dump(busy_heap().recording(), tmp_path)
+    path = dump(busy_heap(kind).recording(), tmp_path)
 
     # WHEN
     shown = read("trace", path)

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import viewer
-from handmade import Heap, busy_heap, heaps, quick
+from handmade import Heap, PointerHeap, busy_heap, heaps, quick
 from hypothesis import given, strategies as st
 
 from mlxmem.events import Action, State, decode, from_dicts
@@ -24,12 +24,13 @@ from mlxmem.snapshot import build, write
 Entry = dict[str, Any]
 
 
+@pytest.mark.parametrize("kind", [Heap, PointerHeap])
 @pytest.mark.parametrize("max_entries", range(22))
 def test_a_busy_recording_keeps_every_rule(
-    tmp_path: pathlib.Path, max_entries: int
+    tmp_path: pathlib.Path, max_entries: int, kind: type[Heap]
 ) -> None:
     # GIVEN rings that lose nothing, something and all but one event
-    recording = busy_heap().recording(max_entries)
+    recording = busy_heap(kind).recording(max_entries)
 
     # WHEN
     path = write(build(recording), tmp_path / "out.pickle")
@@ -39,7 +40,7 @@ def test_a_busy_recording_keeps_every_rule(
 
 
 @quick
-@given(heaps(), st.integers(0, 12))
+@given(heaps() | heaps(PointerHeap), st.integers(0, 12))
 def test_random_recordings_keep_every_rule_and_the_totals(
     heap: Heap, max_entries: int
 ) -> None:
@@ -98,6 +99,38 @@ def test_events_with_holes_never_allocate_twice(
     viewer.check_segments(segments)
     viewer.check_frames(result)
     viewer.check_forwards(trace, segments)
+
+
+@quick
+@given(heaps(PointerHeap), st.data())
+def test_events_of_pointers_with_holes_do_not_even_overlap(
+    heap: Heap, data: st.DataObject
+) -> None:
+    # GIVEN events of which some were taken out
+    recording = heap.recording()
+    events = decode(recording)
+    lost = data.draw(st.sets(st.integers(0, max(len(events) - 1, 0))))
+    events = [event for i, event in enumerate(events) if i not in lost]
+
+    # WHEN
+    result = build(from_dicts(events, settings=recording.settings))
+
+    # THEN
+    trace, segments = result["device_traces"][0], result["segments"]
+    viewer.check_entries(trace)
+    viewer.check_segments(segments)
+    viewer.check_frames(result)
+    viewer.check_forwards(trace, segments)
+    viewer.check_backwards(trace, segments)
+
+
+def test_the_checker_sees_pointers_that_overlap() -> None:
+    # GIVEN a recording of pointers, shown as if they were memory
+    recording = busy_heap(PointerHeap).recording(settings={"backend": "cpu"})
+
+    # WHEN / THEN
+    with pytest.raises(AssertionError, match="segments overlap"):
+        viewer.check_snapshot(build(recording))
 
 
 def test_a_start_peak_is_not_cut_off() -> None:

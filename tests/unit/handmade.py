@@ -72,6 +72,8 @@ class Heap:
         Bytes from before recording whose addresses no event will name.
     """
 
+    backend = "cpu"
+
     def __init__(self, active: int = 0, cached: int = 0) -> None:
         self.nameless_active = active
         self.nameless_cache = cached
@@ -174,7 +176,7 @@ class Heap:
             "dropped": dropped,
             "max_entries": max_entries,
             "resolve": resolve,
-            "settings": {"backend": "cpu", "mlx_version": "0.0"},
+            "settings": {"backend": self.backend, "mlx_version": "0.0"},
         }
         return Recording(**{**fields, **changes})
 
@@ -237,9 +239,25 @@ class Heap:
         self.peak = max(self.peak, totals[0])
 
 
-def busy_heap() -> Heap:
+class PointerHeap(Heap):
+    """A heap whose addresses are those of small objects that describe buffers.
+
+    So it is on CUDA: the bytes behind an address are not the buffer's, and an address
+    comes back at once, for whatever size.
+    """
+
+    backend = "cuda"
+
+    def _place(self, size: int) -> int:
+        addr = BASE
+        while addr in self.buffers:
+            addr += 32
+        return addr
+
+
+def busy_heap(kind: type[Heap] = Heap) -> Heap:
     """Return a heap that went through everything a buffer can go through."""
-    heap = Heap(active=5_000_000, cached=70_000)
+    heap = kind(active=5_000_000, cached=70_000)
     old = heap.existing(3_000_000)
     old_cached = heap.existing(4_096, cached=True)
     idle = heap.existing(512, cached=True)
@@ -266,11 +284,11 @@ def busy_heap() -> Heap:
 
 
 @st.composite
-def heaps(draw: st.DrawFn) -> Heap:
+def heaps(draw: st.DrawFn, kind: type[Heap] = Heap) -> Heap:
     """Draw a heap with a random sound history."""
     sizes = st.one_of(st.integers(0, 64), st.integers(0, 1 << 22))
     some = st.integers(0, 1 << 20) | st.just(0)
-    heap = Heap(active=draw(some), cached=draw(some))
+    heap = kind(active=draw(some), cached=draw(some))
     for _ in range(draw(st.integers(0, 4))):
         heap.existing(draw(sizes.filter(bool)), cached=draw(st.booleans()))
     for _ in range(draw(st.integers(0, 25))):

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from handmade import Heap, busy_heap, heaps, quick, resolve
+from handmade import Heap, PointerHeap, busy_heap, heaps, quick, resolve
 from hypothesis import given, strategies as st
 
 from mlxmem import _pickle_writer, dump_file
@@ -70,7 +70,7 @@ def test_the_file_holds_what_the_snapshot_holds(
 
 
 @quick
-@given(heaps(), st.integers(0, 12), st.data())
+@given(heaps() | heaps(PointerHeap), st.integers(0, 12), st.data())
 def test_random_recordings_dump_what_they_build(
     tmp_path_factory: pytest.TempPathFactory,
     heap: Heap,
@@ -80,7 +80,8 @@ def test_random_recordings_dump_what_they_build(
     # GIVEN a sound recording, and events of which some were taken out
     events = decode(heap.recording())
     lost = data.draw(st.sets(st.integers(0, max(len(events) - 1, 0))))
-    broken = from_dicts([e for i, e in enumerate(events) if i not in lost])
+    events = [e for i, e in enumerate(events) if i not in lost]
+    broken = from_dicts(events, settings=heap.recording().settings)
     target = tmp_path_factory.mktemp("dump") / "out.pickle"
     for recording in (heap.recording(max_entries), broken):
         # WHEN
