@@ -1,7 +1,7 @@
 // Four kinds of words are changed: import slots of the libraries that use MLX,
 // the slots of eval_cpu and eval_gpu in each primitive's vtable, the vtable
-// pointer of the allocator object, and the pointer through which the CPU's
-// cache frees. Each is a Patch; they are applied together or not at all, and
+// pointer of the allocator object, and the pointers to the functions that its
+// cache calls. Each is a Patch; they are applied together or not at all, and
 // PatchSet::undo() puts them back.
 
 #include "attach.h"
@@ -84,27 +84,40 @@ struct Import {
   void* replacement;
   void** original; // in originals
   bool in_mlx; // libmlx defines it; else the program that imports libmlx
+  bool for_tape; // wanted only where the allocator is followed by its mutex
 };
 
-#define MLXMEM_IMPORT(symbol, probe, in_mlx)               \
-  Import {                                                 \
-    symbol, reinterpret_cast<void*>(&probes::probe),       \
-        reinterpret_cast<void**>(&originals.probe), in_mlx \
+#define MLXMEM_IMPORT(symbol, probe, in_mlx, for_tape)               \
+  Import {                                                           \
+    symbol, reinterpret_cast<void*>(&probes::probe),                 \
+        reinterpret_cast<void**>(&originals.probe), in_mlx, for_tape \
   }
 
 const Import kImports[] = {
-    MLXMEM_IMPORT(abi::kDescInitSymbol, desc_init, true),
-    MLXMEM_IMPORT(abi::kDescDtorSymbol, desc_destroy, true),
-    MLXMEM_IMPORT(abi::kDescBaseDtorSymbol, desc_destroy, true),
-    MLXMEM_IMPORT(abi::kSetDataSymbol, set_data, true),
-    MLXMEM_IMPORT(abi::kSetDataLongSymbol, set_data_long, true),
-    MLXMEM_IMPORT(abi::kSetDataOffsetSymbol, set_data_offset, true),
-    MLXMEM_IMPORT(abi::kSetDataOwnedSymbol, set_data_owned, true),
-    MLXMEM_IMPORT(abi::kSetDataOwnedLongSymbol, set_data_owned_long, true),
-    MLXMEM_IMPORT(abi::kEnqueueSymbol, enqueue, true),
-    MLXMEM_IMPORT(abi::kReleaseGilSymbol, release_gil, false),
-    MLXMEM_IMPORT(abi::kAcquireGilSymbol, acquire_gil, false),
+    MLXMEM_IMPORT(abi::kDescInitSymbol, desc_init, true, false),
+    MLXMEM_IMPORT(abi::kDescDtorSymbol, desc_destroy, true, false),
+    MLXMEM_IMPORT(abi::kDescBaseDtorSymbol, desc_destroy, true, false),
+    MLXMEM_IMPORT(abi::kSetDataSymbol, set_data, true, true),
+    MLXMEM_IMPORT(abi::kSetDataLongSymbol, set_data_long, true, true),
+    MLXMEM_IMPORT(abi::kSetDataOffsetSymbol, set_data_offset, true, true),
+    MLXMEM_IMPORT(abi::kSetDataOwnedSymbol, set_data_owned, true, true),
+    MLXMEM_IMPORT(
+        abi::kSetDataOwnedLongSymbol,
+        set_data_owned_long,
+        true,
+        true),
+    MLXMEM_IMPORT(abi::kUnlockSymbol, mutex_unlock, false, true),
+    MLXMEM_IMPORT(abi::kEnqueueSymbol, enqueue, true, false),
+    MLXMEM_IMPORT(abi::kReleaseGilSymbol, release_gil, false, false),
+    MLXMEM_IMPORT(abi::kAcquireGilSymbol, acquire_gil, false, false),
 };
+
+// MLX's mutex is released by its own library; the others have no use for that.
+bool is_wanted(const Import& import, const MlxCore& mlx, const Image& image) {
+  bool is_unlock = std::strcmp(import.symbol, abi::kUnlockSymbol) == 0;
+  return (!import.for_tape || originals.tape_mutex) &&
+      (!is_unlock || image.base() == mlx.image.base());
+}
 
 #undef MLXMEM_IMPORT
 
@@ -117,7 +130,8 @@ void add_imports(const MlxCore& mlx, const Image& image) {
   std::vector<Found> found;
   image.for_each_import([&](const char* name, void** slot) {
     for (auto& import : kImports) {
-      if (std::strcmp(name, import.symbol) == 0) {
+      if (std::strcmp(name, import.symbol) == 0 &&
+          is_wanted(import, mlx, image)) {
         found.push_back({&import, slot});
       }
     }
@@ -161,15 +175,13 @@ void add_image(const MlxCore& mlx, const Image& image) {
 constexpr size_t kVtableHead = 2;
 void* allocator_vtable[kVtableHead + abi::kAllocatorSlots];
 
-// CUDA's cache calls both words with MLX's own mutex held.
-void add_cuda_cache(const MlxCore& mlx) {
-  void** get_size;
-  void** free;
-  if (!mlx_counters.cuda_cache_words(&get_size, &free) ||
-      !mlx.image.is_code(*get_size) || !mlx.image.is_code(*free)) {
-    return;
-  }
-  originals.notes_cache_returns = originals.notes_recycling = true;
+constexpr const char* kCacheFreeText =
+    "the function through which the cache frees";
+
+// The cache, where the tape follows the allocator.
+void add_cache() {
+  void** get_size = mlx_counters.cache_get_size_word();
+  void** free = mlx_counters.cache_free_invoker_word();
   originals.cache_get_size = reinterpret_cast<abi::CacheInvoker>(*get_size);
   originals.cache_free_invoker = reinterpret_cast<abi::CacheInvoker>(*free);
   patches().add(
@@ -183,7 +195,22 @@ void add_cuda_cache(const MlxCore& mlx) {
        *free,
        reinterpret_cast<void*>(&probes::cache_free_invoker),
        0,
-       "the function through which the cache frees"});
+       kCacheFreeText});
+}
+
+// The CPU's cache frees through a pointer to std::free.
+void add_cache_free() {
+  void** free = mlx_counters.cache_free_word();
+  originals.notes_cache_returns = free != nullptr;
+  if (free) {
+    originals.cache_free = reinterpret_cast<abi::CacheFreeFn>(*free);
+    patches().add(
+        {free,
+         *free,
+         reinterpret_cast<void*>(&probes::cache_free),
+         0,
+         kCacheFreeText});
+  }
 }
 
 void add_allocator(const MlxCore& mlx) {
@@ -195,18 +222,11 @@ void add_allocator(const MlxCore& mlx) {
   copy[abi::kFree] = reinterpret_cast<void*>(&probes::free);
   copy[abi::kMakeBuffer] = reinterpret_cast<void*>(&probes::make_buffer);
   copy[abi::kRelease] = reinterpret_cast<void*>(&probes::release);
-  void** cache_free = mlx_counters.cache_free_word();
-  originals.notes_cache_returns = cache_free != nullptr;
-  originals.notes_recycling = false;
-  add_cuda_cache(mlx);
-  if (cache_free) {
-    originals.cache_free = reinterpret_cast<abi::CacheFreeFn>(*cache_free);
-    patches().add(
-        {cache_free,
-         *cache_free,
-         reinterpret_cast<void*>(&probes::cache_free),
-         0,
-         "the function through which the cache frees"});
+  if (originals.tape_mutex) {
+    originals.notes_cache_returns = false;
+    add_cache();
+  } else {
+    add_cache_free();
   }
   patches().add(
       {mlx.allocator, vtable, copy, 0, "the allocator's vtable pointer"});

@@ -15,7 +15,8 @@ void Books::start(uint64_t max_entries, const Limits& limits) {
   totals_ = Totals();
   totals_.max_entries = max_entries;
   limit_changes_.start(limits);
-  knows_cache_ = false;
+  start_was_exact_ = false;
+  unseen_addresses_ = 0;
   unknown_cached_ = 0;
   totals_.start_us = clock_ns(CLOCK_REALTIME) / 1000;
   start_ns_ = monotonic_ns();
@@ -38,22 +39,18 @@ void Books::know_cache(const std::vector<CachedBuffer>& buffers) {
     table_.push_cached(slot);
     unknown_cached_ -= buffer.size;
   }
-  knows_cache_ = true;
 }
 
-void Books::note_limits(const Limits& limits, uint64_t time_ns) {
-  Position position = position_at(time_ns ? time_ns : clock_.now_ns());
-  LimitChange moment = {};
-  moment.event = position.events;
-  moment.timestamp_us = position.us;
-  moment.thread_id = current_thread_id();
-  limit_changes_.note(limits, moment);
+void Books::note_limits(const Limits& limits, const Moment& moment) {
+  Position position = position_at(moment.ns);
+  LimitChange change = {};
+  change.event = position.events;
+  change.timestamp_us = position.us;
+  change.thread_id = moment.thread_id;
+  limit_changes_.note(limits, change);
 }
 
 void Books::observe_cache(uint64_t cache) {
-  if (knows_cache_) {
-    return; // the counter may be ahead of an allocation that is to be bound
-  }
   if (cache < totals_.now.cache) {
     evict(totals_.now.cache - cache);
   } else if (cache > totals_.now.cache) {
@@ -62,18 +59,14 @@ void Books::observe_cache(uint64_t cache) {
 }
 
 void Books::left_cache(const CacheReturn& returned) {
+  Moment moment = {returned.time_ns, returned.thread_id};
   uint32_t slot = table_.find(returned.address);
   if (slot != BufferTable::kNone && table_[slot].cached) {
-    append(
-        table_[slot].event,
-        Action::FreeCacheToOS,
-        returned.time_ns,
-        returned.thread_id);
-    forget_cached(slot);
+    drop_cached(slot, moment);
     return;
   }
   if (slot != BufferTable::kNone) {
-    forget_active(slot); // its free was not seen
+    forget_active(slot, moment); // its free was not seen
   }
   // A buffer from before the session.
   if (returned.size > unknown_cached_) {
@@ -83,7 +76,7 @@ void Books::left_cache(const CacheReturn& returned) {
   event.address = returned.address;
   event.size = returned.size;
   event.requested_size = returned.size;
-  append(event, Action::FreeCacheToOS, returned.time_ns, returned.thread_id);
+  log(Action::FreeCacheToOS, event, moment);
   unknown_cached_ -= returned.size;
   totals_.now.cache -= returned.size;
 }
@@ -103,7 +96,7 @@ void Books::correct_start(int64_t active, int64_t cache) {
 // A call that was under way when the session began may be noticed late, when
 // its thread gets no processor.
 bool Books::is_starting() const {
-  return monotonic_ns() - start_ns_ < 5000000000ull;
+  return !start_was_exact_ && monotonic_ns() - start_ns_ < 5000000000ull;
 }
 
 Action Books::allocated(
@@ -111,13 +104,10 @@ Action Books::allocated(
     uint64_t size,
     uint64_t requested_size,
     uint64_t from_cache,
-    const Origin& origin) {
+    const Origin& origin,
+    const Moment& moment) {
   log_.make_room(); // before anything is changed
   uint32_t slot = table_.find(address);
-  if (knows_cache_) {
-    bool is_cached = slot != BufferTable::kNone && table_[slot].cached;
-    from_cache = is_cached ? size : 0;
-  }
   Action action = Action::AllocNew;
   if (slot == BufferTable::kNone) {
     if (size && from_cache >= size && unknown_cached_ >= size) {
@@ -126,46 +116,43 @@ Action Books::allocated(
     }
     slot = table_.insert(address);
   } else if (!table_[slot].cached) {
-    forget_active(slot);
+    forget_active(slot, moment);
     slot = table_.insert(address);
   } else if (size && from_cache >= size && table_[slot].event.size == size) {
     action = Action::AllocReuse;
     table_.remove_cached(slot);
   } else {
     // The address left the cache and came back from the OS.
-    drop_cached(slot);
+    drop_cached(slot, moment);
     slot = table_.insert(address);
   }
   if (action == Action::AllocReuse) {
     totals_.now.cache -= size;
   }
-  allocated_as(action, slot, size, requested_size, origin);
+  allocated_as(action, slot, size, requested_size, origin, moment);
   return action;
+}
+
+void Books::allocated_somewhere(
+    uint64_t size,
+    uint64_t from_cache,
+    const Origin& origin,
+    const Moment& moment) {
+  totals_.unexplained += size;
+  // Odd: no buffer lies there.
+  allocated(++unseen_addresses_ * 2 - 1, size, size, 0, origin, moment);
+  evict(from_cache);
 }
 
 void Books::made_buffer(uint64_t address, uint64_t size, const Origin& origin) {
   uint32_t slot = table_.find(address);
+  Moment moment = now();
   if (slot != BufferTable::kNone) {
-    table_[slot].cached ? drop_cached(slot) : forget_active(slot);
+    table_[slot].cached ? drop_cached(slot, moment)
+                        : forget_active(slot, moment);
   }
   slot = table_.insert(address);
-  allocated_as(Action::AllocMakeBuffer, slot, size, size, origin);
-}
-
-void Books::bound(
-    uint64_t address,
-    uint64_t size,
-    const Counters& counters,
-    const Origin& origin) {
-  // Every active byte is booked already: a weak copy of an older array.
-  if (size == 0 || counters.active < totals_.now.active + size) {
-    return;
-  }
-  uint64_t from_cache = totals_.now.cache > counters.cache
-      ? totals_.now.cache - counters.cache
-      : 0;
-  allocated(address, size, size, from_cache, origin);
-  observe_cache(counters.cache);
+  allocated_as(Action::AllocMakeBuffer, slot, size, size, origin, moment);
 }
 
 void Books::allocated_as(
@@ -173,7 +160,8 @@ void Books::allocated_as(
     uint32_t slot,
     uint64_t size,
     uint64_t requested_size,
-    const Origin& origin) {
+    const Origin& origin,
+    const Moment& moment) {
   auto& buffer = table_[slot];
   buffer.event_number = log_.next();
   buffer.event.size = size;
@@ -181,7 +169,7 @@ void Books::allocated_as(
   buffer.event.traceback = origin.session == session_ ? origin.traceback : 0;
   buffer.event.primitive = origin.primitive;
   buffer.event.stream = origin.stream;
-  log(action, buffer.event);
+  log(action, buffer.event, moment);
   totals_.now.active += size;
   totals_.now.peak = std::max(totals_.now.peak, totals_.now.active);
   ++totals_.live_buffers;
@@ -193,12 +181,14 @@ void Books::freed(
     uint64_t address,
     uint32_t slot,
     uint64_t size,
-    bool to_cache) {
+    bool to_cache,
+    const Moment& moment) {
   removed_as(
       to_cache ? Action::FreeActiveToCache : Action::FreeActiveToOS,
       address,
       slot,
-      slot == BufferTable::kNone ? size : table_[slot].event.size);
+      slot == BufferTable::kNone ? size : table_[slot].event.size,
+      moment);
 }
 
 void Books::released(uint64_t address, uint64_t size) {
@@ -207,14 +197,16 @@ void Books::released(uint64_t address, uint64_t size) {
       Action::Release,
       address,
       slot,
-      slot == BufferTable::kNone ? size : table_[slot].event.size);
+      slot == BufferTable::kNone ? size : table_[slot].event.size,
+      now());
 }
 
 void Books::removed_as(
     Action action,
     uint64_t address,
     uint32_t slot,
-    uint64_t size) {
+    uint64_t size,
+    const Moment& moment) {
   log_.make_room(); // before anything is changed
   if (slot == BufferTable::kNone) {
     slot = table_.insert(address);
@@ -231,7 +223,7 @@ void Books::removed_as(
   }
   auto& buffer = table_[slot];
   buffer.event_number = log_.next();
-  log(action, buffer.event);
+  log(action, buffer.event, moment);
   totals_.now.active -= size;
   ++totals_.frees;
   if (action == Action::FreeActiveToCache) {
@@ -244,20 +236,22 @@ void Books::removed_as(
 
 // MLX handed out an address that the table holds as active: its free was not
 // seen.
-void Books::forget_active(uint32_t slot) {
+void Books::forget_active(uint32_t slot, const Moment& moment) {
   uint64_t size = table_[slot].event.size;
   totals_.unexplained += size;
-  removed_as(Action::FreeActiveToOS, table_[slot].event.address, slot, size);
+  removed_as(
+      Action::FreeActiveToOS, table_[slot].event.address, slot, size, moment);
 }
 
 void Books::evict(uint64_t bytes) {
+  Moment moment = now();
   // Buffers cached before the session began are older than every known one.
   uint64_t unknown = std::min(bytes, unknown_cached_);
   if (unknown) {
     Event event = {};
     event.size = unknown;
     event.requested_size = unknown;
-    log(Action::FreeCacheToOS, event);
+    log(Action::FreeCacheToOS, event, moment);
     unknown_cached_ -= unknown;
     totals_.now.cache -= unknown;
     bytes -= unknown;
@@ -267,22 +261,22 @@ void Books::evict(uint64_t bytes) {
     if (size > bytes) {
       break;
     }
-    drop_cached(table_.oldest_cached());
+    drop_cached(table_.oldest_cached(), moment);
     bytes -= size;
   }
   // Buffer by buffer it doesn't add up: some other one went. The totals stay
   // right, and the difference is shown.
   if (bytes) {
     uint64_t known = table_[table_.oldest_cached()].event.size;
-    drop_cached(table_.oldest_cached());
+    drop_cached(table_.oldest_cached(), moment);
     unknown_cached_ += known - bytes;
     totals_.now.cache += known - bytes;
     totals_.unexplained += bytes;
   }
 }
 
-void Books::drop_cached(uint32_t slot) {
-  log(Action::FreeCacheToOS, table_[slot].event);
+void Books::drop_cached(uint32_t slot, const Moment& moment) {
+  log(Action::FreeCacheToOS, table_[slot].event, moment);
   forget_cached(slot);
 }
 
@@ -292,20 +286,12 @@ void Books::forget_cached(uint32_t slot) {
   table_.erase(slot);
 }
 
-void Books::log(Action action, Event& event) {
-  append(event, action, clock_.now_ns(), current_thread_id());
-}
-
-void Books::append(
-    Event& event,
-    Action action,
-    uint64_t time_ns,
-    uint32_t thread) {
-  // What the cache returned is booked a little later than it happened.
-  last_ns_ = std::max(last_ns_, time_ns);
+void Books::log(Action action, Event& event, const Moment& moment) {
+  // What was noted is booked a little later than it happened.
+  last_ns_ = std::max(last_ns_, moment.ns);
   event.timestamp_us = (last_ns_ - start_ns_) / 1000;
   event.kind = static_cast<uint8_t>(action);
-  event.thread_id = thread;
+  event.thread_id = moment.thread_id;
   if (action > Action::AllocMakeBuffer) {
     event.stream = -1;
   }

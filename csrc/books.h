@@ -17,6 +17,7 @@
 #include "event_log.h"
 #include "limit_changes.h"
 #include "mlx_counters.h"
+#include "threads.h"
 
 namespace mlxmem {
 
@@ -44,6 +45,12 @@ struct Totals {
   uint64_t unexplained = 0;
 };
 
+// When something happened, and on which thread.
+struct Moment {
+  uint64_t ns; // CLOCK_MONOTONIC
+  uint32_t thread_id; // the operating system's
+};
+
 // A moment of a session.
 struct Position {
   uint64_t events = 0; // recorded until then, dropped ones included
@@ -55,10 +62,12 @@ class Books {
   void start(uint64_t max_entries, const Limits& limits);
   // What was there at the start. Before anything is booked.
   void start_from(const Counters& counters);
-  // What lies in the cache when the session begins, where each buffer that it
-  // takes or gives back later is seen, too: then the books alone tell a reused
-  // buffer from a new one. Throws std::bad_alloc.
+  // What lies in the cache then. Throws std::bad_alloc.
   void know_cache(const std::vector<CachedBuffer>& buffers);
+  // The counters at the start were exact: no call was under way.
+  void start_was_exact() {
+    start_was_exact_ = true;
+  }
 
   // Active bytes as MLX counts them while no call of its allocator is under
   // way. They move without the books only by calls that were inside the
@@ -79,8 +88,16 @@ class Books {
   // MLX's limits as they are; time_ns: since when at the latest, 0: now.
   void observe_limits(const Limits& limits, uint64_t time_ns = 0) {
     if (limit_changes_.is_new(limits)) {
-      note_limits(limits, time_ns);
+      note_limits(
+          limits, {time_ns ? time_ns : clock_.now_ns(), current_thread_id()});
     }
+  }
+  // The limits that were set at a moment, where each is seen to be set.
+  void set_limits(const Limits& limits, const Moment& moment) {
+    note_limits(limits, moment);
+  }
+  const Limits& limits() const {
+    return limit_changes_.seen();
   }
 
   // The allocator handed out a buffer; from_cache: how many bytes left the
@@ -90,34 +107,38 @@ class Books {
       uint64_t size,
       uint64_t requested_size,
       uint64_t from_cache,
-      const Origin& origin);
+      const Origin& origin,
+      const Moment& moment);
+  // One of which nobody knows the address: it counts, and is unexplained.
+  void allocated_somewhere(
+      uint64_t size,
+      uint64_t from_cache,
+      const Origin& origin,
+      const Moment& moment);
 
   // The allocator wrapped memory that it doesn't own.
   void made_buffer(uint64_t address, uint64_t size, const Origin& origin);
 
   // The allocator took a buffer back, which has this slot. size counts only for
   // a buffer that is not known, one from before the session.
-  void freed(uint64_t address, uint32_t slot, uint64_t size, bool to_cache);
+  void freed(
+      uint64_t address,
+      uint32_t slot,
+      uint64_t size,
+      bool to_cache,
+      const Moment& moment);
   void released(uint64_t address, uint64_t size);
-
-  // An array was given a buffer that may have bypassed the allocator's vtable.
-  void bound(uint64_t address, uint64_t size, const Counters&, const Origin&);
 
   // Where the table has a buffer, BufferTable::kNone when it is not known.
   uint32_t find(uint64_t address) const {
     return table_.find(address);
   }
-  bool is_active(uint64_t address) const {
-    uint32_t slot = table_.find(address);
-    return slot != BufferTable::kNone && !table_[slot].cached;
-  }
 
   uint64_t size_of(uint32_t slot) const {
     return table_[slot].event.size;
   }
-  // The active bytes without the lock: what they were a moment ago.
-  uint64_t peek_active() const {
-    return __atomic_load_n(&totals_.now.active, __ATOMIC_RELAXED);
+  uint64_t active() const {
+    return totals_.now.active;
   }
 
   uint32_t session() const {
@@ -128,9 +149,15 @@ class Books {
   Position position() {
     return position_at(clock_.now_ns());
   }
-  // Nanoseconds of the events' clock, for what is measured.
-  uint64_t now_ns() {
-    return clock_.now_ns();
+  // The same for what may lie a little off: events of before now may follow.
+  Position rough_position(uint64_t unbooked_events) {
+    uint64_t ns = std::max(last_ns_, clock_.now_ns());
+    return {
+        log_.next() + unbooked_events,
+        static_cast<int64_t>((ns - start_ns_) / 1000)};
+  }
+  Moment now() {
+    return {clock_.now_ns(), current_thread_id()};
   }
   const LimitChanges& limit_changes() const {
     return limit_changes_;
@@ -146,31 +173,36 @@ class Books {
     last_ns_ = std::max(last_ns_, ns);
     return {log_.next(), static_cast<int64_t>((last_ns_ - start_ns_) / 1000)};
   }
-  [[gnu::cold]] void note_limits(const Limits& limits, uint64_t time_ns);
+  [[gnu::cold]] void note_limits(const Limits& limits, const Moment& moment);
   void allocated_as(
       Action action,
       uint32_t slot,
       uint64_t size,
       uint64_t requested_size,
-      const Origin& origin);
-  void
-  removed_as(Action action, uint64_t address, uint32_t slot, uint64_t size);
+      const Origin& origin,
+      const Moment& moment);
+  void removed_as(
+      Action action,
+      uint64_t address,
+      uint32_t slot,
+      uint64_t size,
+      const Moment& moment);
   // Stamps the event and appends a copy of it.
-  void log(Action action, Event& event);
-  void append(Event& event, Action action, uint64_t time_ns, uint32_t thread);
+  void log(Action action, Event& event, const Moment& moment);
   void correct_start(int64_t active, int64_t cache);
   bool is_starting() const;
   void evict(uint64_t bytes);
-  void drop_cached(uint32_t slot);
+  void drop_cached(uint32_t slot, const Moment& moment);
   void forget_cached(uint32_t slot);
-  void forget_active(uint32_t slot);
+  void forget_active(uint32_t slot, const Moment& moment);
 
   EventClock clock_;
   EventLog log_;
   BufferTable table_;
   Totals totals_;
   LimitChanges limit_changes_;
-  bool knows_cache_ = false;
+  bool start_was_exact_ = false;
+  uint64_t unseen_addresses_ = 0;
   uint64_t unknown_cached_ = 0; // bytes cached before the session began
   uint64_t start_ns_ = 0; // CLOCK_MONOTONIC
   uint64_t last_ns_ = 0; // of the last event: the log never runs backwards

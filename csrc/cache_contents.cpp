@@ -118,25 +118,27 @@ bool adds_up(const std::vector<CachedBuffer>& buffers, uint64_t bytes) {
   return sum == bytes;
 }
 
-bool read_once(const MlxCounters& counters, CacheContents* out) {
+bool read_once(const MlxCounters& counters, bool is_held, CacheContents* out) {
   CacheList before, after;
-  if (!counters.peek_cache_list(&before) || before.count > kMost ||
+  if (!counters.peek_cache_list(&before, is_held) || before.count > kMost ||
       !read_list(before, &out->buffers) ||
       !read_sizes(counters.buffer_size_offset(), &out->buffers) ||
       !adds_up(out->buffers, before.bytes)) {
     return false;
   }
   out->bytes = before.bytes;
-  return counters.peek_cache_list(&after) && after == before;
+  return counters.peek_cache_list(&after, is_held) && after == before;
 }
 
 } // namespace
 
-CacheContents read_cache_contents(const MlxCounters& counters) noexcept {
+CacheContents read_cache_contents(
+    const MlxCounters& counters,
+    bool is_held) noexcept {
   try {
     for (int i = 0; counters.knows_cache() && i < kTries; ++i) {
       CacheContents contents;
-      if (read_once(counters, &contents)) {
+      if (read_once(counters, is_held, &contents)) {
         contents.is_known = true;
         return contents;
       }

@@ -25,7 +25,10 @@ struct CacheContents {
 
 // Takes no lock, and can't fault. Known only where every link and sum agrees
 // with the cache's own count and bytes, and these stood still meanwhile. A list
-// of more than 200,000 buffers is not read.
-CacheContents read_cache_contents(const MlxCounters& counters) noexcept;
+// of more than 200,000 buffers is not read. is_held: this thread has the
+// allocator's mutex.
+CacheContents read_cache_contents(
+    const MlxCounters& counters,
+    bool is_held) noexcept;
 
 } // namespace mlxmem

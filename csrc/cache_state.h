@@ -69,10 +69,7 @@ inline void book_cache(Books& books, const CacheState& state) {
 [[gnu::always_inline]] inline void book_before(
     Books& books,
     const CacheState& state) {
-  // On CUDA active bytes may wait to be bound.
-  if (!originals.allocates_unseen) {
-    books.observe_active(mlx_counters.active());
-  }
+  books.observe_active(mlx_counters.active());
   book_cache(books, state); // which looks at the limits if anything left it
   book_limits(books);
 }

@@ -36,6 +36,9 @@ class LimitChanges {
     count_ = 0;
   }
 
+  const Limits& seen() const {
+    return seen_;
+  }
   bool is_new(const Limits& limits) const {
     return limits.cache != seen_.cache || limits.memory != seen_.memory;
   }

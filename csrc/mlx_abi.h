@@ -6,6 +6,8 @@
 
 #pragma once
 
+#include <pthread.h>
+
 #include <cstddef>
 #include <cstdint>
 #include <functional>
@@ -44,6 +46,9 @@ using CounterFn = size_t (*)();
 // CUDA's kernels allocate by a function that is not in the vtable.
 constexpr const char* kCudaAllocatorName = "CudaAllocator";
 constexpr const char* kMetalAllocatorName = "MetalAllocator";
+// Set in the environment, the CPU's allocator is followed as CUDA's is, which
+// is how that is tested where there is no GPU.
+constexpr const char* kFollowMutexVariable = "MLXMEM_FOLLOW_MUTEX";
 
 // An allocator with a BufferCache, from 0.32.0. MLX has no getter of the cache
 // limit, and its getter of the cached bytes takes a mutex. Used only where the
@@ -71,11 +76,16 @@ constexpr size_t kCacheOldest = 136;
 constexpr size_t kCacheMemory = 144;
 constexpr size_t kCachePageSize = 152;
 // Two std::function: two words for what they hold, a manager and an invoker.
+// The cache calls both with the allocator's mutex held.
 constexpr size_t kCacheGetSizeInvoker = 184;
 constexpr size_t kCacheFree = 192; // on the CPU it holds the pointer std::free
 constexpr size_t kCacheFreeInvoker = 216;
 using CacheFreeFn = void (*)(void* buffer);
 using CacheInvoker = size_t (*)(const void* function, void** buffer);
+
+// libmlx calls it through a slot for every std::mutex.
+constexpr const char* kUnlockSymbol = "pthread_mutex_unlock";
+using UnlockFn = int (*)(pthread_mutex_t* mutex);
 
 // BufferCache::BufferHolder.
 struct CacheHolder {

@@ -1,6 +1,7 @@
 #include "mlx_core.h"
 
 #include <algorithm>
+#include <cstdlib>
 #include <cstring>
 
 #include "mlx_abi.h"
@@ -53,6 +54,19 @@ void learn_types(MlxCore& mlx) {
   mlx.kinds.learn(mlx.primitive_type, unary);
 }
 
+// The words of an allocator that is followed by its mutex.
+void check_cache_words(const MlxCore& mlx) {
+  require(
+      mlx_counters.knows_cache(),
+      "the limits, the counters and the cache's page size do not lie where "
+      "they do in this class of allocator");
+  require(
+      mlx.image.is_code(*mlx_counters.cache_get_size_word()) &&
+          mlx.image.is_code(*mlx_counters.cache_free_invoker_word()),
+      "the cache's functions do not lie where they do in this class of "
+      "allocator");
+}
+
 // The allocator's vtable: five functions and two destructors, all of them code
 // of libmlx, of a class derived from mlx::core::allocator::Allocator.
 void check_allocator(MlxCore& mlx) {
@@ -82,10 +96,9 @@ void check_allocator(MlxCore& mlx) {
             "free, size, make_buffer, release and two destructors expected)");
   }
   originals.allocator = mlx.allocator;
-  originals.allocates_unseen =
-      std::strstr(type->name, abi::kCudaAllocatorName) != nullptr;
-  originals.uses_host_memory = !originals.allocates_unseen &&
-      !std::strstr(type->name, abi::kMetalAllocatorName);
+  bool is_cuda = std::strstr(type->name, abi::kCudaAllocatorName) != nullptr;
+  originals.uses_host_memory =
+      !is_cuda && !std::strstr(type->name, abi::kMetalAllocatorName);
   originals.malloc = reinterpret_cast<abi::MallocFn>(vtable[abi::kMalloc]);
   originals.free = reinterpret_cast<abi::FreeFn>(vtable[abi::kFree]);
   originals.size = reinterpret_cast<abi::SizeFn>(vtable[abi::kSize]);
@@ -104,6 +117,11 @@ void check_allocator(MlxCore& mlx) {
       counter(abi::kPeakMemorySymbol),
       reinterpret_cast<abi::CounterFn>(
           mlx.image.symbol(abi::kMemoryLimitSymbol)));
+  bool follows_mutex = is_cuda || std::getenv(abi::kFollowMutexVariable);
+  if (follows_mutex) {
+    check_cache_words(mlx);
+  }
+  originals.tape_mutex = follows_mutex ? mlx_counters.mutex() : nullptr;
 }
 
 // An empty buffer moves no counter, so this can be tried in any program.
@@ -272,15 +290,20 @@ void check_imports(const MlxCore& mlx) {
   bool init = false;
   bool destructor = false;
   bool set_data = false;
+  bool unlock = false;
   mlx.image.for_each_import([&](const char* name, void**) {
     init = init || std::strcmp(name, abi::kDescInitSymbol) == 0;
     destructor = destructor || std::strcmp(name, abi::kDescDtorSymbol) == 0;
     set_data = set_data || std::strcmp(name, abi::kSetDataSymbol) == 0 ||
         std::strcmp(name, abi::kSetDataOwnedSymbol) == 0;
+    unlock = unlock || std::strcmp(name, abi::kUnlockSymbol) == 0;
   });
   require(init, "libmlx does not call ArrayDesc::init through a slot");
   require(destructor, "libmlx does not call ~ArrayDesc through a slot");
-  require(set_data, "libmlx does not call array::set_data through a slot");
+  if (originals.tape_mutex) {
+    require(set_data, "libmlx does not call array::set_data through a slot");
+    require(unlock, "libmlx does not call pthread_mutex_unlock through a slot");
+  }
 }
 
 } // namespace

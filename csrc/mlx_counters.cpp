@@ -79,15 +79,6 @@ void** MlxCounters::cache_free_word() const {
   return *word == reinterpret_cast<void*>(&::free) ? word : nullptr;
 }
 
-bool MlxCounters::cuda_cache_words(void*** get_size, void*** free) const {
-  if (!has_cache_ || layout_ != &abi::kCudaAllocator || !knows_layout()) {
-    return false;
-  }
-  *get_size = slot(abi::kCacheGetSizeInvoker);
-  *free = slot(abi::kCacheFreeInvoker);
-  return true;
-}
-
 int64_t MlxCounters::cache_limit() const {
   // Without a cache, before 0.32.0, other members lie here.
   return has_cache_ && knows_layout()

@@ -21,6 +21,13 @@ struct Limits {
   uint64_t memory = 0;
 };
 
+// The words of an allocator with a cache, which change under its mutex only.
+struct AllocatorWords {
+  uint64_t active = 0; // bytes
+  uint64_t cache = 0;
+  Limits limits;
+};
+
 // The cache of the CPU's allocator: how many buffers and bytes, and the ends of
 // the list of them, 0 when it is empty.
 struct CacheList {
@@ -52,14 +59,6 @@ class CounterWord {
   uint64_t read() {
     return is_proved() ? __atomic_load_n(word_, __ATOMIC_ACQUIRE)
                        : ask_and_prove();
-  }
-  // Without the lock; false where the word has not proved itself.
-  bool peek(uint64_t* out) const {
-    if (!is_proved()) {
-      return false;
-    }
-    *out = __atomic_load_n(word_, __ATOMIC_RELAXED);
-    return true;
   }
   bool is_proved() const {
     return __atomic_load_n(&proofs_, __ATOMIC_RELAXED) >= kProofs;
@@ -95,13 +94,6 @@ class MlxCounters {
   uint64_t active() {
     return active_.read() - not_allocated();
   }
-  bool peek_active(uint64_t* out) const {
-    if (!active_.peek(out)) {
-      return false;
-    }
-    *out -= not_allocated();
-    return true;
-  }
   // The CPU's allocator counts bytes as active, for good, that it asked for and
   // did not get.
   void leave_out(uint64_t bytes) {
@@ -116,9 +108,29 @@ class MlxCounters {
   // The word through which the CPU's cache frees a buffer, holding that mutex;
   // nullptr when this allocator has none.
   void** cache_free_word() const;
-  // The words through which CUDA's cache asks for a buffer's size, when it
-  // takes it or gives it back, and frees it. False where there are none.
-  bool cuda_cache_words(void*** get_size, void*** free) const;
+  // The words through which the cache asks for a buffer's size, when it takes
+  // it or gives it back, and frees it; only where knows_cache().
+  void** cache_get_size_word() const {
+    return slot(abi::kCacheGetSizeInvoker);
+  }
+  void** cache_free_invoker_word() const {
+    return slot(abi::kCacheFreeInvoker);
+  }
+  // The allocator's std::mutex; only where knows_cache().
+  pthread_mutex_t* mutex() const {
+    return reinterpret_cast<pthread_mutex_t*>(slot(layout_->mutex));
+  }
+  // With that mutex held; only where knows_cache().
+  AllocatorWords read_words() const {
+    return {
+        word(layout_->active),
+        word(abi::kCacheMemory),
+        {word(layout_->cache_limit), word(layout_->memory_limit)}};
+  }
+  // The counters by these words. With that mutex held.
+  Counters counters_of(const AllocatorWords& words) const {
+    return {words.active - not_allocated(), words.cache, peak_.ask()};
+  }
 
   // The cache limit in bytes, -1 where it can't be told.
   int64_t cache_limit() const;
@@ -139,9 +151,10 @@ class MlxCounters {
   size_t buffer_size_offset() const {
     return layout_->buffer_size;
   }
-  // The cache as it is. False while somebody is inside it, and without one.
-  bool peek_cache_list(CacheList* out) const {
-    if (!has_cache_ || !mutex_is_free()) {
+  // The cache as it is. False without one, and while somebody else is inside
+  // it; is_held: this thread has the allocator's mutex.
+  bool peek_cache_list(CacheList* out, bool is_held) const {
+    if (!has_cache_ || !(is_held || mutex_is_free())) {
       return false;
     }
     *out = {
@@ -149,7 +162,7 @@ class MlxCounters {
         word(abi::kCacheMemory),
         word(abi::kCacheNewest),
         word(abi::kCacheOldest)};
-    return mutex_is_free();
+    return is_held || mutex_is_free();
   }
 
   // The memory limit in bytes by MLX's function, -1 where it has none.

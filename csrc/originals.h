@@ -3,6 +3,8 @@
 
 #pragma once
 
+#include <pthread.h>
+
 #include "mlx_abi.h"
 #include "mlx_counters.h"
 
@@ -17,8 +19,9 @@ struct Originals {
   abi::MakeBufferFn make_buffer = nullptr;
   abi::FreeFn release = nullptr;
   abi::CacheFreeFn cache_free = nullptr;
-  abi::CacheInvoker cache_get_size = nullptr; // these two: CUDA's
+  abi::CacheInvoker cache_get_size = nullptr; // these three: of the tape
   abi::CacheInvoker cache_free_invoker = nullptr;
+  abi::UnlockFn mutex_unlock = nullptr;
   abi::DescInitFn desc_init = nullptr;
   abi::DescDtor desc_destroy = nullptr;
   abi::SetDataFn set_data = nullptr;
@@ -30,10 +33,11 @@ struct Originals {
   abi::ReleaseGilFn release_gil = nullptr;
   abi::AcquireGilFn acquire_gil = nullptr;
   void* allocator = nullptr; // the object
-  bool allocates_unseen = false; // not every allocation takes its vtable
   bool uses_host_memory = false; // the CPU's allocator
   bool notes_cache_returns = false; // what the cache frees with is patched
-  bool notes_recycling = false; // and what it asks for sizes with
+  // Where not every allocation takes the vtable: the allocator's mutex, under
+  // which allocator_tape.h notes what it does.
+  pthread_mutex_t* tape_mutex = nullptr;
 };
 extern Originals originals;
 extern MlxCounters mlx_counters;

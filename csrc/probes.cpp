@@ -1,8 +1,11 @@
 #include "probes.h"
 
 #include <atomic>
+#include <cstring>
 #include <new>
 
+#include "allocator_tape.h"
+#include "book_tape.h"
 #include "cache_state.h"
 #include "node.h"
 #include "originals.h"
@@ -23,7 +26,6 @@ std::atomic<TracebackCaptureFunc> capture_func{nullptr};
 std::atomic<bool> tracking{true};
 std::atomic<UnknownClassHandler> unknown_class{nullptr};
 MemoryRange own_code; // where every replaced eval_cpu points to
-std::atomic<uint64_t> frees{0}; // since the process began
 
 // The primitive that this thread evaluates.
 struct Operation {
@@ -41,13 +43,13 @@ struct ThreadState {
   // takes it again.
   TracebackId released_traceback = 0;
   uint32_t released_session = 0;
-  void* last_allocated = nullptr;
-  uint64_t frees_at_allocation = 0;
   CallSampler timed_calls; // of the allocator's malloc
   uint32_t since_sample = 0; // events and nodes that came or went
-  void* being_freed = nullptr;
-  bool was_recycled = false; // the cache took it
   bool in_allocator = false;
+  // Of the tape: an allocation that is to be completed, and its session.
+  TapeEntry* allocation = nullptr;
+  uint32_t allocation_session = 0;
+  const void* being_freed = nullptr;
 };
 
 thread_local ThreadState thread;
@@ -175,49 +177,144 @@ uint64_t address_of(const void* pointer) {
   return reinterpret_cast<uint64_t>(pointer);
 }
 
-void remember_allocated(void* buffer) {
-  thread.last_allocated = buffer;
-  thread.frees_at_allocation = frees.load(std::memory_order_relaxed);
-}
+} // namespace
 
-// A look without the lock. While another thread allocates or frees, it may say
-// no for yes, which costs the lock; yes for no only if that thread's bytes just
-// make up for those that were not seen, which then count as unexplained.
-bool all_active_is_booked() {
-  uint64_t active;
-  return mlx_counters.peek_active(&active) &&
-      active == session.books.peek_active();
-}
+// ---- the tape ------------------------------------------------------------
 
-void note_bound_buffer(const void* array, void* buffer) {
-  if (!buffer || passes_through()) {
-    return;
-  }
-  // Seen by malloc a moment ago, and not freed by another thread since.
-  bool seen = buffer == thread.last_allocated &&
-      thread.frees_at_allocation == frees.load(std::memory_order_relaxed);
-  thread.last_allocated = nullptr;
-  if (seen || all_active_is_booked()) {
-    return;
-  }
-  Origin origin = thread.operation.primitive_class
-      ? origin_of_allocation()
-      : origin_of_node(*static_cast<void* const*>(array));
-  AllocatorScope scope;
-  if (!is_recording() || session.books.is_active(address_of(buffer))) {
-    return;
-  }
-  Counters counters = mlx_counters.read();
-  size_t size = originals.size(originals.allocator, buffer);
-  book([&](Books& books) {
-    if (originals.notes_cache_returns && has_cache_returns()) {
-      book_cache_returns(books);
+namespace {
+
+// How many entries a thread leaves for others to book. A thread that frees is
+// seldom one that the program waits for.
+constexpr uint64_t kAfterFree = 256;
+constexpr uint64_t kAfterAllocation = 8192;
+
+void book_tape_beyond(uint64_t most) {
+  if (allocator_tape.backlog() > most && session.mutex.try_lock()) {
+    if (is_recording()) {
+      book(book_tape);
     }
-    books.bound(address_of(buffer), size, counters, origin);
-  });
+    session.mutex.unlock();
+  }
+}
+
+// The allocation that this thread has to complete, if it is of this session.
+TapeEntry* take_allocation() {
+  auto entry = thread.allocation;
+  thread.allocation = nullptr;
+  return entry && thread.allocation_session == session_number() ? entry
+                                                                : nullptr;
+}
+
+void remember_allocation(TapeEntry* entry) {
+  if (allocator_tape.is_incomplete()) {
+    end_without_memory();
+  }
+  if (!entry) {
+    return;
+  }
+  if (auto older = take_allocation()) {
+    older->complete(0, older->size, origin_of_allocation());
+  }
+  thread.allocation = entry;
+  thread.allocation_session = session_number();
+}
+
+void complete_allocation(
+    TapeEntry* entry,
+    void* buffer,
+    uint64_t requested_size,
+    const Origin& origin) {
+  entry->complete(
+      address_of(buffer),
+      requested_size && requested_size <= entry->size ? requested_size
+                                                      : entry->size,
+      origin);
+  count_node_change();
+  book_tape_beyond(kAfterAllocation);
+}
+
+bool is_of_allocation(void* buffer) {
+  return buffer && thread.allocation &&
+      originals.size(originals.allocator, buffer) == thread.allocation->size;
+}
+
+void* taped_malloc(void* self, size_t size, const Origin& origin) {
+  void* buffer = originals.malloc(self, size);
+  if (is_of_allocation(buffer)) {
+    if (auto entry = take_allocation()) {
+      complete_allocation(entry, buffer, size, origin);
+    }
+  } else if (!buffer) {
+    if (auto entry = take_allocation()) {
+      mlx_counters.leave_out(entry->size);
+      entry->did = Did::Nothing;
+      entry->complete(0, 0, origin);
+    }
+  }
+  return buffer;
+}
+
+void taped_free(void* self, void* buffer) {
+  thread.being_freed = buffer;
+  originals.free(self, buffer);
+  thread.being_freed = nullptr;
+  count_node_change();
+  book_tape_beyond(kAfterFree);
+}
+
+// A buffer is given to an array. Where the allocator's vtable was not called,
+// this tells the address of what was allocated.
+void note_bound_buffer(const void* array, void* buffer, uint64_t bytes) {
+  if (!is_of_allocation(buffer)) {
+    return;
+  }
+  auto entry = take_allocation();
+  if (entry) {
+    Origin origin = thread.operation.primitive_class
+        ? origin_of_allocation()
+        : origin_of_node(*static_cast<void* const*>(array));
+    complete_allocation(entry, buffer, bytes, origin);
+  }
+}
+
+uint64_t item_size(const void* array) {
+  auto desc = *static_cast<const char* const*>(array);
+  return static_cast<uint8_t>(desc[abi::kDescDtype + abi::kDtypeSize]);
+}
+
+uint64_t bytes_of(const void* array) {
+  auto desc = *static_cast<const char* const*>(array);
+  uint64_t elements;
+  std::memcpy(&elements, desc + abi::kDescElements, sizeof(elements));
+  return elements * item_size(array);
 }
 
 } // namespace
+
+int probes::mutex_unlock(pthread_mutex_t* mutex) {
+  if (mutex == originals.tape_mutex && is_recording()) {
+    remember_allocation(
+        allocator_tape.look(mlx_counters.read_words(), thread.being_freed));
+  }
+  return originals.mutex_unlock(mutex);
+}
+
+size_t probes::cache_get_size(const void* function, void** buffer) {
+  if (is_recording()) {
+    allocator_tape.cache_asked(mlx_counters.read_words(), *buffer);
+  }
+  return originals.cache_get_size(function, buffer);
+}
+
+size_t probes::cache_free_invoker(const void* function, void** buffer) {
+  if (is_recording()) {
+    remember_allocation(allocator_tape.cache_frees(
+        mlx_counters.read_words(),
+        *buffer,
+        originals.size(originals.allocator, *buffer)));
+  }
+  return originals.cache_free_invoker(function, buffer);
+}
 
 // ---- allocator -----------------------------------------------------------
 
@@ -229,9 +326,9 @@ bool is_time_due(size_t size) {
 }
 
 void* timed_malloc(void* self, size_t size, uint64_t* ns) {
-  uint64_t before = session.books.now_ns();
+  uint64_t before = session.books.now().ns;
   void* buffer = originals.malloc(self, size);
-  uint64_t after = session.books.now_ns();
+  uint64_t after = session.books.now().ns;
   *ns = after > before ? after - before : 0; // the clock may step back
   return buffer;
 }
@@ -248,7 +345,7 @@ void* recorded_malloc(void* self, size_t size, const Origin& origin) {
   void* buffer =
       measured ? timed_malloc(self, size, &ns) : originals.malloc(self, size);
   if (!buffer && size && is_recording()) {
-    mlx_counters.leave_out(mlx_counters.active() - session.books.peek_active());
+    mlx_counters.leave_out(mlx_counters.active() - session.books.active());
   }
   if (buffer && is_recording()) {
     size_t real_size = originals.size(self, buffer);
@@ -263,13 +360,13 @@ void* recorded_malloc(void* self, size_t size, const Origin& origin) {
           real_size,
           size,
           taken_between(before, after),
-          origin);
+          origin,
+          books.now());
       if (measured) {
         session.times.add(action == Action::AllocReuse, ns);
       }
       book_cache(books, after);
     });
-    remember_allocated(buffer);
   }
   return buffer;
 }
@@ -285,7 +382,6 @@ void* recorded_make_buffer(
     book([&](Books& books) {
       books.made_buffer(address_of(buffer), size, origin);
     });
-    remember_allocated(buffer);
   }
   return buffer;
 }
@@ -318,8 +414,10 @@ void* probes::malloc(void* self, size_t size) {
     return originals.malloc(self, size);
   }
   Origin origin = origin_of_allocation();
-  void* buffer = noting_failure(
-      size, origin, [&] { return recorded_malloc(self, size, origin); });
+  void* buffer = noting_failure(size, origin, [&] {
+    return originals.tape_mutex ? taped_malloc(self, size, origin)
+                                : recorded_malloc(self, size, origin);
+  });
   if (!buffer && size) {
     allocation_failed(size, "", origin);
   }
@@ -330,48 +428,28 @@ void probes::free(void* self, void* buffer) {
   if (!buffer || passes_through()) {
     return originals.free(self, buffer);
   }
+  if (originals.tape_mutex) {
+    return taped_free(self, buffer);
+  }
   AllocatorScope scope;
   if (!is_recording()) {
     return originals.free(self, buffer);
   }
-  frees.store(
-      frees.load(std::memory_order_relaxed) + 1, std::memory_order_relaxed);
   CacheState before = read_cache_state();
   book([&](Books& books) { book_before(books, before); });
   uint32_t slot = session.books.find(address_of(buffer));
   uint64_t size = slot == BufferTable::kNone ? originals.size(self, buffer)
                                              : session.books.size_of(slot);
-  thread.being_freed = buffer;
-  thread.was_recycled = false;
   originals.free(self, buffer);
-  thread.being_freed = nullptr;
   if (!is_recording()) {
     return; // memory for the log ran out
   }
   CacheState after = read_cache_state();
-  bool to_cache = originals.notes_recycling
-      ? thread.was_recycled
-      : went_to_cache(before, after, size);
   book([&](Books& books) {
-    books.freed(address_of(buffer), slot, size, to_cache);
+    bool to_cache = went_to_cache(before, after, size);
+    books.freed(address_of(buffer), slot, size, to_cache, books.now());
     book_cache(books, after);
   });
-}
-
-// The cache asks when it takes a buffer, and before it frees an old one.
-size_t probes::cache_get_size(const void* function, void** buffer) {
-  if (*buffer == thread.being_freed) {
-    thread.was_recycled = true;
-  }
-  return originals.cache_get_size(function, buffer);
-}
-
-size_t probes::cache_free_invoker(const void* function, void** buffer) {
-  if (is_recording()) {
-    note_cache_return(
-        address_of(*buffer), originals.size(originals.allocator, *buffer));
-  }
-  return originals.cache_free_invoker(function, buffer);
 }
 
 void probes::cache_free(void* buffer) {
@@ -448,7 +526,7 @@ TracebackId traceback_of(const void* desc) {
 }
 
 void probes::set_data(void* self, void* buffer, void* deleter) {
-  note_bound_buffer(self, buffer);
+  note_bound_buffer(self, buffer, bytes_of(self));
   originals.set_data(self, buffer, deleter);
 }
 
@@ -459,7 +537,7 @@ void probes::set_data_long(
     void* strides,
     abi::Flags flags,
     void* deleter) {
-  note_bound_buffer(self, buffer);
+  note_bound_buffer(self, buffer, data_size * item_size(self));
   originals.set_data_long(self, buffer, data_size, strides, flags, deleter);
 }
 
@@ -471,13 +549,13 @@ void probes::set_data_offset(
     abi::Flags flags,
     int64_t offset,
     void* deleter) {
-  note_bound_buffer(self, buffer);
+  note_bound_buffer(self, buffer, data_size * item_size(self));
   originals.set_data_offset(
       self, buffer, data_size, strides, flags, offset, deleter);
 }
 
 void probes::set_data_owned(void* self, void* data) {
-  note_bound_buffer(self, *static_cast<void**>(data));
+  note_bound_buffer(self, *static_cast<void**>(data), bytes_of(self));
   originals.set_data_owned(self, data);
 }
 
@@ -488,7 +566,8 @@ void probes::set_data_owned_long(
     void* strides,
     abi::Flags flags,
     int64_t offset) {
-  note_bound_buffer(self, *static_cast<void**>(data));
+  note_bound_buffer(
+      self, *static_cast<void**>(data), data_size * item_size(self));
   originals.set_data_owned_long(self, data, data_size, strides, flags, offset);
 }
 

@@ -25,8 +25,12 @@ void free(void* self, void* buffer);
 void* make_buffer(void* self, void* pointer, size_t size);
 void release(void* self, void* buffer);
 void cache_free(void* buffer);
+
+// What the tape of an allocator is noted by: the functions that its cache
+// calls, and the release of its mutex.
 size_t cache_get_size(const void* function, void** buffer);
 size_t cache_free_invoker(const void* function, void** buffer);
+int mutex_unlock(pthread_mutex_t* mutex);
 
 // ArrayDesc::init(): a node was created.
 void desc_init(void* desc);

@@ -5,6 +5,8 @@
 #include <algorithm>
 #include <cstdio>
 
+#include "allocator_tape.h"
+#include "book_tape.h"
 #include "cache_state.h"
 #include "free_memory.h"
 #include "originals.h"
@@ -18,6 +20,10 @@ namespace {
 
 // At a moment when nothing is under way.
 void book_counters(Books& books) {
+  if (originals.tape_mutex) {
+    book_whole_tape(books);
+    return;
+  }
   CacheState cache = read_cache_state();
   book_before(books, cache);
   if (originals.notes_cache_returns &&
@@ -129,12 +135,12 @@ void start_session(uint64_t max_entries) {
   session.node_samples.clear();
   session.failures.clear();
   session.times = AllocatorTimes();
-  session.recording.store(true, std::memory_order_release);
-  session.books.start_from(counters_at_start()); // now that others must wait
-  session.cache_at_start = read_cache_contents(mlx_counters);
-  if (originals.notes_recycling && session.cache_at_start.is_known) {
-    book(
-        [](Books& books) { books.know_cache(session.cache_at_start.buffers); });
+  if (originals.tape_mutex) {
+    book(start_tape);
+  } else {
+    session.recording.store(true, std::memory_order_release);
+    session.books.start_from(counters_at_start()); // now that others must wait
+    session.cache_at_start = read_cache_contents(mlx_counters, false);
   }
   take_node_sample();
 }
@@ -155,7 +161,9 @@ void take_node_sample() {
   if (!is_recording()) {
     return;
   }
-  Position position = session_position_locked();
+  Position position = originals.tape_mutex
+      ? session.books.rough_position(allocator_tape.backlog())
+      : session_position_locked();
   NodeCounts counts = nodes().counts();
   session.node_samples.add(
       {position.events, position.us, counts.live, counts.pending});
@@ -183,7 +191,7 @@ std::unique_ptr<NodesCopy> copy_nodes() {
 Position session_position() {
   std::lock_guard<AdaptiveMutex> lock(session.mutex);
   if (is_recording()) {
-    book(book_limits);
+    book(originals.tape_mutex ? book_whole_tape : book_limits);
   }
   take_node_sample(); // a mark shows the nodes of its moment
   return session_position_locked();
@@ -224,6 +232,9 @@ bool note_failure(
   std::lock_guard<AdaptiveMutex> lock(session.mutex);
   if (!is_recording()) {
     return false;
+  }
+  if (originals.tape_mutex) {
+    book(book_tape);
   }
   Position position = session_position_locked();
   out->event = position.events;
@@ -289,6 +300,7 @@ void unlock_books() {
 }
 
 void forget_session() {
+  allocator_tape.forget();
   session.recording.store(false, std::memory_order_release);
   session.nodes_can_be_read = false;
   session.kept_nodes.reset();

@@ -35,10 +35,10 @@ struct LimitsAtStart {
 struct Session {
   std::atomic<bool> recording{false};
   std::atomic<uint32_t> number{0};
-  // Held around the allocator's call and the booking of it.
+  std::atomic<bool> out_of_memory{false};
+  // Held around the booking, and but for the tape around the allocator's call.
   AdaptiveMutex mutex;
   Books books; // under the mutex, as is the rest
-  bool out_of_memory = false;
   Position position; // when it was last asked for, or at the end
   NodeSamples node_samples;
   FailedAllocations failures;
@@ -71,15 +71,19 @@ inline bool is_recording() {
   return session.recording.load(std::memory_order_acquire);
 }
 
-// Runs work(books) with the mutex held. Without memory for the log the session
-// ends, and says so.
+// There is no memory for the log: the session ends, and says so.
+inline void end_without_memory() {
+  session.out_of_memory = true;
+  session.recording.store(false, std::memory_order_release);
+}
+
+// Runs work(books) with the mutex held.
 template <typename Work>
 void book(Work&& work) {
   try {
     work(session.books);
   } catch (const std::bad_alloc&) {
-    session.out_of_memory = true;
-    session.recording.store(false, std::memory_order_release);
+    end_without_memory();
   }
 }
 

@@ -313,7 +313,8 @@ class Machine:
     fixed_limit: bool = False
     sums: Sums = field(default_factory=Sums)
     rows: list[tuple[Any, ...]] = field(default_factory=list)
-    row_of_step: list[int] = field(default_factory=list)  # the decisive one of each
+    decisive: int = -1  # row of the last step's decision
+    row_of_step: list[int] = field(default_factory=list)  # that of each step
     hit: list[bool | None] = field(default_factory=list)  # of each step
     size: list[int] = field(default_factory=list)
     reserved: list[int] = field(default_factory=list)
@@ -368,6 +369,8 @@ class Machine:
         values = {"requested": 0, "owner": -1, "recorded": 0, "call": 0, **more}
         requested, owner, recorded, call = (values[name] for name in order)
         self.rows.append((address, size, requested, owner, op, recorded, call, [0] * 5))
+        if op != EVICT:
+            self.decisive = len(self.rows) - 1
         return len(self.rows) - 1
 
     def write_evictions(self) -> None:
@@ -386,7 +389,7 @@ class Machine:
             self.size.append(0)
             getattr(self, step.what.replace(" ", "_"))(number, step.n)
             self.note_peaks()
-            self.row_of_step.append(len(self.rows) - 1)
+            self.row_of_step.append(self.decisive)
             self.reserved.append(self.allocator.active + self.allocator.pool.bytes)
         return self
 
@@ -406,13 +409,18 @@ class Machine:
             sums.system_allocations += not block.from_slab
             sums.system_bytes += 0 if block.from_slab else block.size
         self.note_peaks()
-        if isinstance(self.allocator, Gpu):
+        # Metal's recorder hears of all of them before malloc returns, CUDA's of each
+        # where it happens.
+        if isinstance(self.allocator, Metal):
             self.allocator.trim()
-        self.write_evictions()  # a recorder hears of them before malloc returns
+        self.write_evictions()
         if not hit:
             block.address = self.address()
         row = self.row(ALLOC, block.address, block.size, requested=n, recorded=hit)
         self.made[number] = block, row, False
+        if isinstance(self.allocator, Cuda):
+            self.allocator.trim()
+            self.write_evictions()
         self.hit[-1], self.size[-1] = hit, block.size
 
     def make(self, number: int, n: int) -> None:

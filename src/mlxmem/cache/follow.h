@@ -75,8 +75,7 @@ class Following : public Replay {
     }
     switch (row.op) {
       case kAlloc:
-        follow_allocation(i);
-        break;
+        return follow_allocation(i);
       case kFree:
         follow_free(i);
         break;
@@ -107,7 +106,8 @@ class Following : public Replay {
     return i + 1;
   }
 
-  void follow_allocation(size_t i) {
+  // Returns the row to go on with.
+  size_t follow_allocation(size_t i) {
     const Row& row = rows_[i];
     uint64_t n = policy_.rounded(row.requested);
     uint32_t expected = policy_.has_cache ? cache_.find(policy_, n) : kNone;
@@ -116,7 +116,9 @@ class Following : public Replay {
         static_cast<bool>(row.recorded) == (expected != kNone);
     if (expected == kNone) {
       agrees &= static_cast<uint64_t>(row.size) == n;
-      follow_own_evictions(reclaims(n) ? to_reclaim(n) : 0, kReclaimed, -1);
+      if (reclaims(n)) {
+        follow_own_evictions(to_reclaim(n), kReclaimed, -1, i + 1);
+      }
       if (recorded != kNone) { // a damaged file may name what has just gone
         recorded = cached_at(row.address);
       }
@@ -134,32 +136,61 @@ class Following : public Replay {
       count(why.outcome, why.cause, row.requested);
       begin_use(i, new_buffer(row.size, row.address), false);
     }
-    if (!policy_.trims_at_once) {
-      follow_own_evictions(excess(), kTrimmed, limit_set_at_);
+    size_t next = i + 1;
+    if (!policy_.trims_at_once && excess()) {
+      next = follow_own_evictions(excess(), kTrimmed, limit_set_at_, next);
+      for (size_t k = i + 1; k < next; ++k) {
+        set_outputs(k);
+      }
     }
     if (!pending_.empty()) {
       explain_run(pending_.front(), pending_.size(), rows_.size());
       pending_.clear();
     }
+    return next;
   }
 
-  // What the allocator gives back by itself stands before its allocation.
-  void follow_own_evictions(uint64_t bytes, Outcome outcome, int64_t cause) {
-    if (!bytes || !cache_.count()) {
-      return;
+  // What the allocator gives back by itself: for a new buffer it stands before
+  // the allocation, to keep the cache's limit before or after it, as it was
+  // seen. Returns the row to go on with, `next` or later.
+  size_t follow_own_evictions(
+      uint64_t bytes,
+      Outcome outcome,
+      int64_t cause,
+      size_t next) {
+    if (!cache_.count()) {
+      return next;
     }
+    auto released = [&](auto&& visit) {
+      cache_.visit_released(bytes, kNone, visit);
+    };
     size_t first = pending_.empty() ? row_ : pending_.front();
-    if (!run_begins_with(first, pending_.size(), [&](auto&& visit) {
-          cache_.visit_released(bytes, kNone, visit);
-        })) {
-      check(false, first + list_.size()); // the first that differs
-      return;
+    bool stands_before = run_begins_with(first, pending_.size(), released);
+    if (!stands_before) {
+      size_t differs = first + list_.size();
+      size_t after = outcome == kTrimmed ? evictions_from(next) : 0;
+      if (!run_begins_with(next, after, released)) {
+        check(false, after ? next + list_.size() : differs);
+        return next;
+      }
+      first = next;
+      next += list_.size();
+    } else {
+      pending_.erase(pending_.begin(), pending_.begin() + list_.size());
     }
     for (size_t k = 0; k < list_.size(); ++k) {
       check(true, first + k);
     }
-    pending_.erase(pending_.begin(), pending_.begin() + list_.size());
     evict_all(outcome, cause);
+    return next;
+  }
+
+  size_t evictions_from(size_t i) const {
+    size_t end = i;
+    while (end < rows_.size() && rows_[end].op == kEvict) {
+      ++end;
+    }
+    return end - i;
   }
 
   void follow_free(size_t i) {
@@ -193,10 +224,7 @@ class Following : public Replay {
   }
 
   size_t follow_evictions(size_t i) {
-    size_t end = i;
-    while (end < rows_.size() && rows_[end].op == kEvict) {
-      ++end;
-    }
+    size_t end = i + evictions_from(i);
     if (evicts_when_allocating() && calls_.empty()) {
       for (size_t k = i; k < end; ++k) {
         pending_.push_back(k);

@@ -1,0 +1,123 @@
+#include "book_tape.h"
+
+#include <time.h>
+
+#include <mutex>
+#include <new>
+
+#include "allocator_tape.h"
+#include "originals.h"
+#include "session.h"
+
+namespace mlxmem {
+
+namespace {
+
+// Holds MLX's allocator still. Who has it never waits for the books.
+class AllocatorHold {
+ public:
+  AllocatorHold() {
+    pthread_mutex_lock(originals.tape_mutex);
+  }
+  ~AllocatorHold() {
+    pthread_mutex_unlock(originals.tape_mutex);
+  }
+  AllocatorHold(const AllocatorHold&) = delete;
+  AllocatorHold& operator=(const AllocatorHold&) = delete;
+};
+
+void book_entry(Books& books, const TapeEntry& entry) {
+  Moment moment = {entry.time_ns, entry.thread_id};
+  Limits limits = books.limits();
+  switch (entry.did) {
+    case Did::AllocNew:
+    case Did::AllocReuse: {
+      uint64_t taken = entry.did == Did::AllocReuse ? entry.size : 0;
+      if (!entry.address) {
+        books.allocated_somewhere(entry.size, taken, entry.origin, moment);
+        break;
+      }
+      books.allocated(
+          entry.address,
+          entry.size,
+          entry.requested_size,
+          taken,
+          entry.origin,
+          moment);
+      break;
+    }
+    case Did::FreeToCache:
+    case Did::FreeToOS:
+      books.freed(
+          entry.address,
+          books.find(entry.address),
+          entry.size,
+          entry.did == Did::FreeToCache,
+          moment);
+      break;
+    case Did::CacheReturn:
+      books.left_cache(
+          {entry.address, entry.size, entry.time_ns, entry.thread_id});
+      break;
+    case Did::SetCacheLimit:
+      limits.cache = entry.size;
+      books.set_limits(limits, moment);
+      break;
+    case Did::SetMemoryLimit:
+      limits.memory = entry.size;
+      books.set_limits(limits, moment);
+      break;
+    case Did::Nothing:
+      break;
+  }
+}
+
+void book_until(Books& books, uint64_t end) {
+  if (allocator_tape.is_incomplete()) {
+    throw std::bad_alloc();
+  }
+  allocator_tape.read(
+      end, [&](const TapeEntry& entry) { book_entry(books, entry); });
+}
+
+} // namespace
+
+void start_tape(Books& books) {
+  AllocatorHold hold;
+  AllocatorWords words = mlx_counters.read_words();
+  books.start_from(mlx_counters.counters_of(words));
+  books.start_was_exact();
+  allocator_tape.start(words);
+  session.cache_at_start = read_cache_contents(mlx_counters, true);
+  if (session.cache_at_start.is_known) {
+    books.know_cache(session.cache_at_start.buffers);
+  }
+  session.recording.store(true, std::memory_order_release);
+}
+
+void book_tape(Books& books) {
+  book_until(books, allocator_tape.end());
+}
+
+void book_whole_tape(Books& books) {
+  uint64_t end;
+  Counters counters;
+  {
+    AllocatorHold hold;
+    end = allocator_tape.end();
+    counters = mlx_counters.counters_of(mlx_counters.read_words());
+  }
+  constexpr int kTries = 200;
+  for (int i = 0; i < kTries; ++i) {
+    book_until(books, end);
+    if (allocator_tape.position() == end) {
+      books.observe_active(counters.active);
+      books.observe_cache(counters.cache);
+      return;
+    }
+    timespec pause = {0, 100000};
+    nanosleep(&pause, nullptr);
+  }
+}
+
+} // namespace mlxmem
