@@ -34,8 +34,10 @@ FIELDS = (
 )
 ALLOCS = (Action.AllocNew, Action.AllocReuse, Action.AllocMakeBuffer)
 FREES = (Action.FreeActiveToCache, Action.FreeActiveToOS, Action.Release)
-PAGE = 4096  # the unit of the CPU allocator's reuse window, bytes
 VERSION = tuple(int(part) for part in mx.__version__.split(".")[:3])
+# The allocator is CUDA's on every device then, the CPU as well.
+ON_CUDA: bool = hasattr(mx, "cuda") and mx.cuda.is_available()
+PAGE = 16_384 if ON_CUDA else 4096  # unit of the allocator's reuse window, bytes
 HAS_CPU_CACHE = VERSION >= (0, 32, 0)  # before, the CPU allocator kept nothing
 
 
@@ -49,6 +51,17 @@ class Counters(NamedTuple):
     active: int
     cache: int
     peak: int
+
+
+def rounded(n: int) -> int:
+    """Return the size of the buffer that MLX makes for n bytes."""
+    if not ON_CUDA or n == 0:
+        return n
+    if n <= 8:
+        return 8  # a piece of a slab
+    if n < PAGE:
+        return 1 << (n - 1).bit_length()
+    return -(-n // PAGE) * PAGE
 
 
 def read_counters() -> Counters:
@@ -130,13 +143,15 @@ class _Replay:
                 self.unknown_cache -= size
                 if addr in self.seen:
                     self.fault(i, f"{addr:#x} is reused, not cached")
-            if not asked <= size < min(2 * asked, asked + 2 * PAGE):
+            least = rounded(asked)
+            if not least <= size < min(2 * least, least + 2 * PAGE):
                 self.fault(i, f"{size} bytes reused for {asked}")
             self.cache -= size
         else:
             if addr in self.cached:
                 self.fault(i, f"{addr:#x} is new, yet cached")
-            if size != asked:
+            made = action == Action.AllocNew
+            if size != (rounded(asked) if made else asked):
                 self.fault(i, f"{size} bytes made for {asked}")
         self.live[addr] = (size, owner)
         self.active += size

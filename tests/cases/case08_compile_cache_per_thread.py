@@ -25,7 +25,7 @@ shared = make()
 
 
 def job(_):
-    with mx.stream(mx.new_stream(mx.cpu)):
+    with mx.stream(mx.new_stream(mx.default_device())):
         y = shared(mx.array(2.0))
         mx.eval(y)
     barrier.wait()

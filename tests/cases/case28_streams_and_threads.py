@@ -8,13 +8,13 @@ import threading
 import mlx.core as mx
 from _mem import snap
 
-streams = [mx.new_stream(mx.cpu) for _ in range(3)]
+streams = [mx.new_stream(mx.default_device()) for _ in range(3)]
 w = mx.random.normal((512, 512))
 mx.eval(w)
 
 
 def worker(i):
-    with mx.stream(mx.new_stream(mx.cpu)):
+    with mx.stream(mx.new_stream(mx.default_device())):
         for _ in range(20):
             mx.eval(mx.ones((512, 512)) @ w)
 

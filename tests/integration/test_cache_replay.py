@@ -19,7 +19,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 import pytest
-from books import HAS_CPU_CACHE, Books, settle
+from books import HAS_CPU_CACHE, PAGE, Books, settle
 from case_run import CASES, recorded, run_case
 
 import mlxmem
@@ -35,7 +35,6 @@ from mlxmem.reports.history import from_snapshot
 
 KiB, MiB = 1 << 10, 1 << 20
 HUGE = 1 << 40
-PAGE = 4096
 NAMES = sorted(path.stem for path in CASES.glob("case*.py"))
 
 
@@ -220,7 +219,7 @@ def test_threads_while_the_cache_is_cleared_and_trimmed(books: Books) -> None:
 
     def work(seed: int) -> None:
         pick = random.Random(seed)
-        with mx.stream(mx.new_stream(mx.cpu)):
+        with mx.stream(mx.new_stream(mx.default_device())):
             while not stop.is_set():
                 mx.eval(mx.exp(mx.ones((pick.randrange(1, 20_000),))) + 1)
                 leaf(pick.choice([100, 5000, 70_000]))

@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import viewer
-from books import HAS_CPU_CACHE, VERSION
+from books import HAS_CPU_CACHE, ON_CUDA, VERSION
 from case_run import CASES, Alloc, CaseRun, recorded, run_case, sizes
 
 from mlxmem.events import Action
@@ -27,6 +27,8 @@ BALANCE_ONLY = (
     "case32_allocation_failure",
     "case33_memory_limit_is_soft",
 )
+# On a GPU a worker lets go of a kernel's inputs a little after `eval` has returned, and
+# a matrix product may ask for scratch memory: some counts are bounds there.
 
 
 def case01(run: CaseRun) -> None:
@@ -108,6 +110,16 @@ def case11(run: CaseRun) -> None:
         return [a for a in run.made(batch, first, last) if a.asked >= 256 * KiB]
 
     same, various = big(0, equal), big(equal, random)
+    if ON_CUDA:
+        # Its window is four times as wide, so more of the various ones fit.
+        same = [alloc for alloc in same if alloc.asked == MiB]
+        new = [
+            [a for a in part if a.action is Action.AllocNew] for part in (same, various)
+        ]
+        assert len(same) >= 64
+        assert len(set(sizes(various))) > 55
+        assert len(new[0]) <= 16 < len(new[1])
+        return
     assert len(set(sizes(same))) == 1
     assert len(set(sizes(various))) > 60
     if HAS_CPU_CACHE:
@@ -133,13 +145,28 @@ def case13(run: CaseRun) -> None:
         )
 
 
+def is_scratch(run: CaseRun, alloc: Alloc) -> bool:
+    """Tell whether it is a product's scratch: the result is the product's other one."""
+    if alloc.primitive != "Matmul":
+        return False
+    near = [a for a in run.allocs if 0 < abs(a.index - alloc.index) <= 4]
+    return any(
+        a.primitive == "Matmul"
+        and a.index < alloc.index
+        and a.event["traceback_id"] == alloc.event["traceback_id"]
+        for a in near
+    )
+
+
 def case14(run: CaseRun) -> None:
     one_shot = run.at("one shot")
-    largest = max(run.allocs, key=lambda alloc: alloc.asked)
+    kernels = [a for a in run.allocs if not (ON_CUDA and is_scratch(run, a))]
+    largest = max(kernels, key=lambda alloc: alloc.asked)
     assert largest.asked == 4 * 1024 * 1024 * 4
     assert largest.line == run.line("s = mx.matmul(")
     assert (largest.primitive, largest.function) == ("Matmul", "attend")
-    chunked = max(run.made(None, one_shot), key=lambda alloc: alloc.asked)
+    later = [alloc for alloc in kernels if alloc.index >= one_shot]
+    chunked = max(later, key=lambda alloc: alloc.asked)
     assert chunked.asked == 4 * 128 * 1024 * 4
     assert chunked.line == largest.line
 
@@ -164,7 +191,13 @@ def case17(run: CaseRun) -> None:
 
 
 def case18(run: CaseRun) -> None:
-    row = 37 * 4096 * 4
+    row = 37 * 4096 * 4  # on CUDA, too, its buffers have just that size
+    if ON_CUDA:
+        made = [a for a in run.made("mx.ones((n * 37, 4096)) + 1") if a.asked >= row]
+        assert {n * row for n in range(1, 33)} == set(sizes(made))
+        assert 32 <= run.active.max() // row < 64
+        assert (run.active + run.cache).max() // row >= sum(range(1, 33))
+        return
     assert run.active.max() // row == 32
     reserved = run.active + run.cache
     if HAS_CPU_CACHE:
@@ -236,6 +269,14 @@ def case22(run: CaseRun) -> None:
     def tanhs(allocs: list[Alloc]) -> int:
         return sum(alloc.primitive == "Tanh" for alloc in allocs)
 
+    if ON_CUDA:
+        first, second = run.resets
+        peaks = [
+            int(run.active[a:b].max()) for a, b in ((first, lazy), (second, eager))
+        ]
+        assert peaks[0] > 2 * peaks[1], peaks
+        assert len(at_peak(start, lazy, forward)) >= 8
+        return
     together = at_peak(start, lazy, forward)
     alone = at_peak(run.resets[1], eager, forward)
     assert {alloc.primitive for alloc in together} == {"Matmul", "Tanh"}
@@ -258,9 +299,9 @@ def case24(run: CaseRun) -> None:
         return max(sum(a.live(load.index + 1) for a in loads) for load in loads)
 
     assert most(0, "eager load") == 8
-    assert most(1, "lazy, eval per layer") <= 2
+    assert most(1, "lazy, eval per layer") <= (3 if ON_CUDA else 2)
     # A worker frees while the next ones are loaded.
-    assert most(2, "lazy, eval all") >= 4
+    assert most(2, "lazy, eval all") >= (2 if ON_CUDA else 4)
     first, last = run.resets[0], run.at("eager load")
     quantised = run.made("mx.quantize(w.pop(k))", first, last)
     # four bits for each weight of four bytes
@@ -287,6 +328,8 @@ def case28(run: CaseRun) -> None:
     assert len(streams) == 3
     products = run.made("mx.eval(mx.ones((512, 512)) @ w)", at)
     products = [alloc for alloc in products if alloc.primitive == "Matmul"]
+    if ON_CUDA:
+        products = [alloc for alloc in products if alloc.asked == MiB]
     assert sizes(products) == [MiB] * 60
     assert {alloc.function for alloc in products} == {"worker"}
     threads = {alloc.thread for alloc in products}
@@ -299,6 +342,9 @@ def case28(run: CaseRun) -> None:
     inputs = [alloc for alloc in inputs if alloc.asked == MiB and alloc.primitive]
     inputs = [alloc for alloc in inputs if alloc.primitive != "Matmul"]
     assert len(inputs) == 60
+    assert all(alloc.freed is not None for alloc in inputs)
+    if ON_CUDA:
+        return  # which of MLX's threads frees is not told
     workers = {alloc.freed_by for alloc in inputs}
     assert len(workers) == 3
     assert not workers & {0, run.main_thread, *(a.thread for a in run.allocs)}
@@ -325,6 +371,8 @@ def case34(run: CaseRun) -> None:
     assert top.line == run.line("d = ((a[:, None, :] - b[None, :, :]) ** 2).sum(-1)")
     assert top.asked > 40 * max(alloc.asked for alloc in rest)
     expanded = run.made(None, run.resets[1])
+    if ON_CUDA:
+        expanded = [alloc for alloc in expanded if not is_scratch(run, alloc)]
     assert max(alloc.asked for alloc in expanded) <= MiB
 
 
@@ -336,7 +384,9 @@ def case36(run: CaseRun) -> None:
     assert sizes(steps) == [8 * MiB] * 4
     assert {alloc.primitive for alloc in steps} == {"Abs"}
     live = run.live(run.peak(run.resets[1], run.at("second handle kept")))
-    assert sum(alloc.asked == 8 * MiB for alloc in live) == 2
+    assert sum(alloc.asked == 8 * MiB for alloc in live) in (
+        (2, 3) if ON_CUDA else (2,)
+    )
 
 
 def case38(run: CaseRun) -> None:
@@ -378,7 +428,7 @@ def test_case_runs_and_balances(name: str) -> None:
     run = recorded(name)
 
     assert run.recording.dropped == 0
-    if name.startswith("case32"):
+    if name.startswith("case32") and not ON_CUDA:
         # The child has no books: it dies of a signal inside MLX.
         assert "child returncode -11" in run.output
 

@@ -12,7 +12,7 @@ import mlx.nn as nn
 import numpy as np
 import pytest
 import viewer
-from books import ALLOCS, HAS_CPU_CACHE, VERSION, Books
+from books import ALLOCS, HAS_CPU_CACHE, ON_CUDA, VERSION, Books
 
 import mlxmem
 from mlxmem.events import Recording
@@ -29,7 +29,7 @@ def dumped(books: Books, path: Path) -> tuple[Entry, Recording]:
     settings, segments = snapshot["allocator_settings"], snapshot["segments"]
     assert settings["inconsistent_events"] == 0
     assert settings["mlx_version"] == mx.__version__
-    assert settings["backend"] == "cpu"
+    assert settings["backend"] == ("cuda" if ON_CUDA else "cpu")
     assert settings["trace_alloc_max_entries"] == books.max_entries
     assert settings["trace_alloc_overflowed"] == (recording.dropped > 0)
     assert settings["trace_alloc_dropped"] == recording.dropped
