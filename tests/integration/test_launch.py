@@ -247,6 +247,54 @@ def test_without_a_device_reports_show_rank_0(merged: Path) -> None:
     assert "it has no device 2, only 0 to 1" in done.stderr
 
 
+def as_rank_1(folder: Path, *command: str) -> tuple[list[str], list[str]]:
+    """Run `mlxmem run` as rank 1 of 2; return what it says, and the new files."""
+    done = subprocess.run(
+        [sys.executable, "-m", "mlxmem", "run", *command],
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=True,
+        env={**os.environ, "MLX_RANK": "1", "MLX_WORLD_SIZE": "2"},
+    )
+    files = sorted(path.name for path in folder.iterdir())
+    return done.stderr.splitlines(), files
+
+
+def test_a_rank_that_records_nothing_says_which_it_is(tmp_path: Path) -> None:
+    said, files = as_rank_1(tmp_path, "-o", "out.pickle", "-c", "pass")
+    assert said == [
+        "mlxmem: rank 1 of 2: nothing was recorded, since the program did not import "
+        "mlx.core"
+    ]
+    assert files == []
+
+
+def test_names_with_a_rank(tmp_path: Path) -> None:
+    # GIVEN programs that say their process, and start a child
+    code = "import mlx.core, os; print(os.getpid())"
+    start = f"subprocess.run([sys.executable, '-c', {code!r}])"
+    parent = f"import mlx.core, subprocess, sys; {start}"
+
+    # WHEN, THEN a device is no file that a rank could have of its own
+    said, files = as_rank_1(tmp_path, "-o", "/dev/null", "-c", code)
+    assert said[0].endswith("Next: mlxmem summary /dev/null")
+    assert files == []
+    # THEN a name that mlxmem chose has both, and that of a child its process first
+    _, files = as_rank_1(tmp_path, "-c", code)
+    assert [re.sub(r"\d+", "N", name) for name in files] == [
+        "mlxmem-code.N.rankN.pickle"
+    ]
+    (tmp_path / files[0]).unlink()
+    _, files = as_rank_1(
+        tmp_path, "--follow-children", "-o", "out.pickle", "-c", parent
+    )
+    assert len(files) == 2
+    assert re.fullmatch(r"out\.\d+\.rank1\.pickle", files[0])
+    assert files[1] == "out.rank1.pickle"
+
+
 def test_ranks_that_are_stopped_leave_their_files(tmp_path: Path) -> None:
     # GIVEN a rank that fails, for which the launcher terminates the other one
     (tmp_path / "program.py").write_text(FAILING)

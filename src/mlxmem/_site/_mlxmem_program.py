@@ -123,6 +123,8 @@ def _finish() -> None:
 def _say(text: str) -> None:
     if "quiet" in _options:
         return
+    if "rank" in _options:
+        text = f"{_options['rank']}: {text}"
     try:
         sys.__stderr__.write(f"mlxmem: {text}\n")  # type: ignore[union-attr]
         sys.__stderr__.flush()  # type: ignore[union-attr]

@@ -13,6 +13,7 @@ MLXMEM_RUN_MAX_ENTRIES events to keep, 0 = all
 MLXMEM_RUN_NO_STACKS   set: no stacks
 MLXMEM_RUN_QUIET       set: no line on stderr
 MLXMEM_RUN_FOLLOW      set: children are recorded, too, and find these variables
+MLXMEM_RUN_RANK        which rank of a distributed program this is, as it is shown
 MLXMEM_RUN_PYTHONPATH  the user's own PYTHONPATH, where there is one
 =====================  ==========================================================
 """
@@ -197,6 +198,8 @@ def command(
         "MAX_ENTRIES": str(0 if unlimited else max_entries),
         **{name: "1" for name, on in flags.items() if on},
     }
+    if rank:
+        variables["RANK"] = str(rank)
     environment = {
         name: value
         for name, value in os.environ.items()
