@@ -97,6 +97,7 @@ TapeEntry* AllocatorTape::note(Did did, const void* buffer, uint64_t size) {
   entry.time_ns = clock_.now_ns();
   entry.thread_id = current_thread_id();
   entry.did = did;
+  entry.after_look = 0;
   bool is_allocation = did == Did::AllocNew || did == Did::AllocReuse;
   entry.is_complete.store(!is_allocation, std::memory_order_relaxed);
   written_.store(at + 1, std::memory_order_release);

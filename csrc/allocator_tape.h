@@ -39,6 +39,7 @@ struct alignas(64) TapeEntry {
   Origin origin;
   uint32_t thread_id;
   Did did;
+  uint8_t after_look; // of a new buffer, as in Event
   // An allocation's address and origin are known when its thread has them.
   std::atomic<bool> is_complete;
 

@@ -27,7 +27,7 @@ class AllocatorHold {
 };
 
 void book_entry(Books& books, const TapeEntry& entry) {
-  Moment moment = {entry.time_ns, entry.thread_id};
+  Moment moment = {entry.time_ns, entry.thread_id, entry.after_look};
   Limits limits = books.limits();
   switch (entry.did) {
     case Did::AllocNew:

@@ -292,6 +292,7 @@ void Books::log(Action action, Event& event, const Moment& moment) {
   event.timestamp_us = (last_ns_ - start_ns_) / 1000;
   event.kind = static_cast<uint8_t>(action);
   event.thread_id = moment.thread_id;
+  event.after_look = moment.after_look;
   if (action > Action::AllocMakeBuffer) {
     event.stream = -1;
   }

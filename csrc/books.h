@@ -49,6 +49,7 @@ struct Totals {
 struct Moment {
   uint64_t ns; // CLOCK_MONOTONIC
   uint32_t thread_id; // the operating system's
+  uint8_t after_look = 0; // as in Event
 };
 
 // A moment of a session.

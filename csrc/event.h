@@ -31,7 +31,9 @@ struct Event {
   TracebackId traceback; // a free carries its allocation's
   PrimitiveId primitive; // likewise
   uint8_t kind; // Action; in a list of buffers BufferState
-  uint8_t reserved;
+  // AllocNew: how many events of other threads came after MLX had looked into
+  // the cache for it, at most 255, where that is known.
+  uint8_t after_look;
   int32_t stream; // -1: none
   uint32_t thread_id; // the operating system's
 };

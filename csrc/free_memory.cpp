@@ -1,5 +1,6 @@
 #include "free_memory.h"
 
+#include <dlfcn.h>
 #include <sys/resource.h>
 
 #include <algorithm>
@@ -102,7 +103,25 @@ int64_t free_host_memory() {
       least(available, left_of_address_space()), left_of_control_groups());
 }
 
+int64_t free_cuda_memory() {
+  // MLX's CUDA runtime has loaded it.
+  void* driver = dlopen("libcuda.so.1", RTLD_LAZY | RTLD_NOLOAD);
+  auto memory_info = reinterpret_cast<int (*)(size_t*, size_t*)>(
+      driver ? dlsym(driver, "cuMemGetInfo_v2") : nullptr);
+  size_t free = 0;
+  size_t total = 0;
+  bool is_known = memory_info && memory_info(&free, &total) == 0;
+  if (driver) {
+    dlclose(driver);
+  }
+  return is_known ? static_cast<int64_t>(free) : kUnknown;
+}
+
 #else
+
+int64_t free_cuda_memory() {
+  return -1;
+}
 
 int64_t free_host_memory() {
   return -1;

@@ -9,4 +9,8 @@ namespace mlxmem {
 // control group leaves. -1 where none of them is known. Allocates nothing.
 int64_t free_host_memory();
 
+// Bytes that the CUDA driver could still hand out on the device of this
+// thread's context. -1 where there is no driver or no context.
+int64_t free_cuda_memory();
+
 } // namespace mlxmem

@@ -1,5 +1,6 @@
 #include "probes.h"
 
+#include <algorithm>
 #include <atomic>
 #include <cstring>
 #include <new>
@@ -49,6 +50,8 @@ struct ThreadState {
   // Of the tape: an allocation that is to be completed, and its session.
   TapeEntry* allocation = nullptr;
   uint32_t allocation_session = 0;
+  uint64_t looked_at = 0; // the tape's end when it last released the mutex
+  bool noted_failure = false; // of the operation
   const void* being_freed = nullptr;
 };
 
@@ -212,6 +215,12 @@ void remember_allocation(TapeEntry* entry) {
   if (!entry) {
     return;
   }
+  // For a new buffer MLX looks into the cache, releases the mutex, and counts
+  // the buffer when it has it.
+  uint64_t others = allocator_tape.end() - 1 - thread.looked_at;
+  if (entry->did == Did::AllocNew) {
+    entry->after_look = static_cast<uint8_t>(std::min<uint64_t>(others, 255));
+  }
   if (auto older = take_allocation()) {
     older->complete(0, older->size, origin_of_allocation());
   }
@@ -295,6 +304,7 @@ int probes::mutex_unlock(pthread_mutex_t* mutex) {
   if (mutex == originals.tape_mutex && is_recording()) {
     remember_allocation(
         allocator_tape.look(mlx_counters.read_words(), thread.being_freed));
+    thread.looked_at = allocator_tape.end();
   }
   return originals.mutex_unlock(mutex);
 }
@@ -387,6 +397,7 @@ void* recorded_make_buffer(
 }
 
 void allocation_failed(size_t size, const char* message, const Origin& origin) {
+  thread.noted_failure = true;
   FailedAllocation failure;
   if (note_failure(size, message, origin, &failure)) {
     tell_of_failure(failure);
@@ -573,6 +584,53 @@ void probes::set_data_owned_long(
 
 // ---- primitives ----------------------------------------------------------
 
+namespace {
+
+// CUDA's runtime names the call and says "out of memory", MLX "[malloc]".
+bool is_of_memory(const char* message) {
+  return std::strstr(message, "cudaMalloc") ||
+      std::strstr(message, "out of memory") || std::strstr(message, "[malloc]");
+}
+
+// Of the first output that has no buffer, which is most likely the one that
+// could not be had; 0: it was scratch memory.
+uint64_t missing_bytes(const void* outputs) {
+  auto words = static_cast<void* const*>(outputs);
+  auto end = static_cast<void* const*>(words[abi::kVectorEnd]);
+  for (auto output = static_cast<void* const*>(words[abi::kVectorBegin]);
+       output < end;
+       output += abi::kArrayWords) {
+    auto desc = static_cast<const char*>(*output);
+    void* data;
+    std::memcpy(&data, desc + abi::kDescData, sizeof(data));
+    if (!data) {
+      return bytes_of(output);
+    }
+  }
+  return 0;
+}
+
+// Kernels allocate by other ways than the allocator's vtable: an allocation
+// that fails there shows by what the kernel throws.
+void evaluate_noting_failure(
+    abi::EvalFn original,
+    void* primitive,
+    const void* inputs,
+    void* outputs) {
+  thread.noted_failure = false;
+  try {
+    original(primitive, inputs, outputs);
+  } catch (const std::exception& error) {
+    if (!thread.noted_failure && is_of_memory(error.what())) {
+      allocation_failed(
+          missing_bytes(outputs), error.what(), origin_of_allocation());
+    }
+    throw;
+  }
+}
+
+} // namespace
+
 void evaluate_primitive(
     PrimitiveClass& primitive_class,
     abi::EvalFn original,
@@ -597,7 +655,11 @@ void evaluate_primitive(
   }
   {
     OperationScope scope(operation);
-    original(primitive, inputs, outputs);
+    if (originals.tape_mutex) {
+      evaluate_noting_failure(original, primitive, inputs, outputs);
+    } else {
+      original(primitive, inputs, outputs);
+    }
   }
   for (auto output = static_cast<void**>(begin); output < end;
        output += abi::kArrayWords) {

@@ -151,6 +151,7 @@ void stop_session() {
     if (is_recording()) {
       book(book_counters);
       take_node_sample();
+      session_position_locked();
       session.recording.store(false, std::memory_order_release);
     }
   }
@@ -224,7 +225,8 @@ bool note_failure(
     FailedAllocation* out) {
   *out = {};
   out->size = size;
-  out->free = originals.uses_host_memory ? free_host_memory() : -1;
+  out->free =
+      originals.uses_host_memory ? free_host_memory() : free_cuda_memory();
   out->stream = origin.stream;
   out->primitive = origin.primitive;
   out->thread_id = current_thread_id();
@@ -260,6 +262,9 @@ std::vector<FailedAllocation> copy_failures() {
 
 std::vector<LimitChange> copy_limit_changes() {
   std::lock_guard<AdaptiveMutex> lock(session.mutex);
+  if (is_recording() && originals.tape_mutex) {
+    book(book_tape);
+  }
   return session.books.limit_changes().copy();
 }
 
@@ -293,9 +298,16 @@ AllocatorTimes allocator_times() {
 
 void lock_books() {
   session.mutex.lock();
+  // Who writes the tape holds the allocator's mutex, not the books.
+  if (originals.tape_mutex) {
+    pthread_mutex_lock(originals.tape_mutex);
+  }
 }
 
 void unlock_books() {
+  if (originals.tape_mutex) {
+    pthread_mutex_unlock(originals.tape_mutex);
+  }
   session.mutex.unlock();
 }
 

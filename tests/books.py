@@ -7,6 +7,7 @@ with each other and with MLX, to the byte. Every integration test goes through i
 from __future__ import annotations
 
 import gc
+import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -39,6 +40,8 @@ VERSION = tuple(int(part) for part in mx.__version__.split(".")[:3])
 ON_CUDA: bool = hasattr(mx, "cuda") and mx.cuda.is_available()
 PAGE = 16_384 if ON_CUDA else 4096  # unit of the allocator's reuse window, bytes
 HAS_CPU_CACHE = VERSION >= (0, 32, 0)  # before, the CPU allocator kept nothing
+# The allocator is followed by its mutex, on the CPU only to test that.
+FOLLOWS_MUTEX: bool = ON_CUDA or "MLXMEM_FOLLOW_MUTEX" in os.environ
 
 
 # Requested size, traceback id and primitive id: what a free keeps of its allocation.

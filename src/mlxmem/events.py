@@ -47,7 +47,7 @@ RAW_EVENT = np.dtype(
         ("traceback_id", "u4"),
         ("primitive_id", "u2"),
         ("action", "u1"),
-        ("flags", "u1"),
+        ("after_look", "u1"),  # see csrc/event.h
         ("stream", "i4"),
         ("thread_id", "u4"),
     ]

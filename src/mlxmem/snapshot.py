@@ -442,6 +442,13 @@ class _Builder:
         stack = self._stacks.place(oom.traceback_id, 0)
         category = self._categories.place(primitive, int(oom.traceback_id > 0))
         one = np.zeros(1, np.int32)
+        about = {
+            "action": "oom",
+            "primitive": self.primitives[primitive],
+            "thread": oom.mark.thread_id,
+            "active": oom.active,
+            "cache": oom.cache,
+        }
         return {
             "action": "oom",
             "size": np.array([oom.size], np.int64),
@@ -449,13 +456,7 @@ class _Builder:
             "stream": max(oom.stream, 0),
             "time_us": oom.mark.timestamp_us + self.recording.start_us,
             "frames": Shared(self._stacks.objects, one + stack),
-            "user_metadata": {
-                "action": "oom",
-                "primitive": self.primitives[primitive],
-                "thread": oom.mark.thread_id,
-                "active": oom.active,
-                "cache": oom.cache,
-            },
+            "user_metadata": Shared([about], one),
             "category": Shared(self._categories.objects, one + category),
             "pool_id": _POOL,
         }

@@ -7,6 +7,7 @@ its silence would mean nothing.
 from __future__ import annotations
 
 import copy
+import dataclasses
 import pathlib
 import pickle
 from collections.abc import Callable
@@ -17,7 +18,7 @@ import viewer
 from handmade import Heap, PointerHeap, busy_heap, heaps, quick
 from hypothesis import given, strategies as st
 
-from mlxmem.events import Action, State, decode, from_dicts
+from mlxmem.events import Action, Mark, OutOfMemory, State, decode, from_dicts
 from mlxmem.ledger import Ledger
 from mlxmem.snapshot import build, write
 
@@ -77,6 +78,20 @@ def _reserved_at(result: Entry, times: list[int]) -> list[int]:
             entry = next(trace, None)
         totals.append(total)
     return totals
+
+
+def test_a_failed_allocation_keeps_every_rule(tmp_path: pathlib.Path) -> None:
+    heap = Heap()
+    heap.new(512, stack=1)
+    failed = OutOfMemory(Mark(1, 20, 4711, "no"), 99, 5, 4, 3, traceback_id=1)
+    recording = dataclasses.replace(heap.recording(), ooms=(failed,))
+
+    path = write(build(recording), tmp_path / "out.pickle")
+    snapshot = viewer.check_pickle(path.read_bytes())
+
+    (entry,) = [e for e in snapshot["device_traces"][0] if e["action"] == "oom"]
+    assert (entry["size"], entry["device_free"]) == (99, 5)
+    assert entry["user_metadata"]["active"] == 4
 
 
 @quick

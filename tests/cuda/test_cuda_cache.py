@@ -148,6 +148,8 @@ def test_a_snapshot_gives_the_same_trace() -> None:
             gc.enable()
 
     assert one.policy == other.policy
-    assert np.array_equal(one.rows, other.rows)
-    assert np.array_equal(one.cached, other.cached)
+    # A snapshot's addresses are ranges of its own, and no thread is in it.
+    fields = ["size", "requested", "owner", "op", "recorded", "call"]
+    assert np.array_equal(one.rows[fields], other.rows[fields])
+    assert np.array_equal(one.cached["size"], other.cached["size"])
     assert follow(other).mismatches == []

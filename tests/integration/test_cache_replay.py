@@ -19,7 +19,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 import pytest
-from books import HAS_CPU_CACHE, PAGE, Books, settle
+from books import FOLLOWS_MUTEX, HAS_CPU_CACHE, ON_CUDA, PAGE, Books, settle
 from case_run import CASES, recorded, run_case
 
 import mlxmem
@@ -54,6 +54,8 @@ def followed(recording: Recording) -> Followed:
     size, action = events["size"].astype(np.int64), events["action"]
     new, gone = action == Action.AllocNew, action == Action.FreeCacheToOS
     assert got.hits == np.count_nonzero(action == Action.AllocReuse)
+    if ON_CUDA:
+        new &= size > 8  # those come out of a slab
     assert totals["system_allocations"] == np.count_nonzero(new)
     assert totals["system_bytes"] == size[new].sum()
     assert totals["evictions"] == np.count_nonzero(gone)
@@ -76,6 +78,8 @@ def followed(recording: Recording) -> Followed:
 def replayed(recording: Recording) -> Followed:
     """Assert the same, and that the requests alone lead to it as well."""
     got = followed(recording)
+    if FOLLOWS_MUTEX and got.totals["raced"]:
+        return got  # who came first is not in the requests
     free = predict(got.trace, fixed_limit=False, outcomes=True)
     assert free.outcomes is not None
     assert np.array_equal(free.outcomes, got.outcomes)

@@ -379,7 +379,11 @@ def case34(run: CaseRun) -> None:
 def case36(run: CaseRun) -> None:
     single = run.at("single handle")
     text = "x = mx.abs(x)"
-    assert run.made(text, 0, single) == []
+    alone = run.made(text, 0, single)
+    if ON_CUDA:  # its kernels donate less
+        assert sizes(alone) == [8 * MiB] * len(alone)
+    else:
+        assert alone == []
     steps = run.made(text, single)
     assert sizes(steps) == [8 * MiB] * 4
     assert {alloc.primitive for alloc in steps} == {"Abs"}

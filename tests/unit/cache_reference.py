@@ -368,7 +368,9 @@ class Machine:
         order = ("requested", "owner", "recorded", "call")
         values = {"requested": 0, "owner": -1, "recorded": 0, "call": 0, **more}
         requested, owner, recorded, call = (values[name] for name in order)
-        self.rows.append((address, size, requested, owner, op, recorded, call, [0] * 5))
+        self.rows.append(
+            (address, size, requested, owner, op, recorded, call, 0, [0] * 4)
+        )
         if op != EVICT:
             self.decisive = len(self.rows) - 1
         return len(self.rows) - 1

@@ -229,7 +229,7 @@ class Heap:
                 "traceback_id": buffer.stack,
                 "primitive_id": buffer.primitive,
                 "action": int(action),
-                "flags": 0,
+                "after_look": 0,
                 "stream": -1 if free else buffer.stream,
                 "thread_id": THREAD + 1 if free else buffer.thread,
             }

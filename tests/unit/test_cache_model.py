@@ -12,6 +12,8 @@ import pytest
 from cache_reference import (
     ALLOC,
     BEGINS,
+    CACHE_LIMIT,
+    CACHE_LIMIT,
     CLEAR as CLEAR_CACHE,
     ENDS,
     EVICT,
@@ -27,7 +29,7 @@ from mlxmem.cache._replay import ROW
 from mlxmem.cache.outcomes import Outcome
 from mlxmem.cache.policies import CpuPolicy, CudaPolicy, MetalPolicy, Policy
 from mlxmem.cache.replay import Followed, follow, predict
-from mlxmem.cache.trace import Trace
+from mlxmem.cache.trace import Trace, policy_of
 
 KiB, MiB, GiB = 1 << 10, 1 << 20, 1 << 30
 
@@ -396,12 +398,56 @@ def test_a_hit_on_what_the_request_itself_gives_back() -> None:
     assert (got.totals["active"], got.totals["cache"]) == (0, 131_072)
 
 
+def test_a_free_of_another_thread_after_the_look() -> None:
+    # GIVEN a new buffer for which MLX had looked into the cache two events earlier, one
+    # of which was another thread's free of what would have served
+    rows = recording(
+        (0x100, 100, 100, -1, ALLOC, 0, 0),
+        (0x200, 4000, 4000, -1, ALLOC, 0, 0),
+        (0x100, 100, 0, 0, FREE, 1, 0),
+        (0x200, 4000, 0, 1, FREE, 1, 0),
+        (0x300, 100, 100, -1, ALLOC, 0, 0),
+    )
+
+    # WHEN it is followed, THEN the free did not serve; one event earlier it had
+    for after_look, mismatches, raced in ((2, [], 1), (1, [4], 0), (0, [4], 0)):
+        rows["after_look"][4] = after_look
+        got = follow(make_trace(rows, [], 0, CpuPolicy()))
+        assert (got.mismatches, got.totals["raced"]) == (mismatches, raced)
+
+
+def test_a_limit_that_another_thread_sets_trims_before_its_call_is_over() -> None:
+    # GIVEN a cache limit of 0 that holds at an allocation within its call
+    rows = recording(
+        (0x100, 16, 16, -1, ALLOC, 0, 0),
+        (0x100, 16, 0, 0, FREE, 1, 0),
+        (0, 0, 0, -1, BEGINS, 0, CACHE_LIMIT),
+        (0x200, 64, 64, -1, ALLOC, 0, 0),
+        (0x100, 16, 0, -1, EVICT, 0, 0),
+        (0, 0, 0, 2, ENDS, 0, CACHE_LIMIT),
+        (0x200, 64, 0, 3, FREE, 0, 0),
+    )
+
+    got = follow(make_trace(rows, [], 0, CudaPolicy(MiB)))
+
+    assert (got.mismatches, got.totals["raced"], got.totals["evictions"]) == ([], 1, 1)
+
+
+@pytest.mark.parametrize("backend", ["cuda", "metal"])
+def test_limits_of_0_are_limits(backend: str) -> None:
+    settings = {"backend": backend, "mlx_version": "0.32.4"}
+    policy = policy_of({**settings, "cache_limit_at_start": 0, "memory_limit": MiB})
+    assert (policy.name, policy.cache_limit, policy.memory_limit) == (backend, 0, MiB)
+    policy = policy_of({**settings, "memory_limit_at_start": 0})
+    assert (policy.cache_limit, policy.memory_limit) == (0, 0)
+
+
 # ---- by hand ----------------------------------------------------------------
 
 
 def recording(*rows: tuple[int, ...]) -> npt.NDArray[np.void]:
     """Rows of (address, size, requested, owner, op, recorded, call)."""
-    return np.array([(*row, [0] * 5) for row in rows], ROW)
+    return np.array([(*row, 0, [0] * 4) for row in rows], ROW)
 
 
 def alloc(n: int) -> Step:

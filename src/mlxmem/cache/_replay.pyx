@@ -86,7 +86,8 @@ ROW = np.dtype(
         ("op", "u1"),
         ("recorded", "u1"),
         ("call", "u1"),
-        ("reserved", "u1", (5,)),
+        ("after_look", "u1"),
+        ("reserved", "u1", (4,)),
     ]
 )
 CACHED = np.dtype([("address", "u8"), ("size", "u8")])

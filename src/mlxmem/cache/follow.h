@@ -114,6 +114,10 @@ class Following : public Replay {
     uint32_t recorded = row.recorded ? cached_at(row.address) : kNone;
     bool agrees = expected == recorded &&
         static_cast<bool>(row.recorded) == (expected != kNone);
+    if (!agrees && !row.recorded && was_freed_since_look(i, expected)) {
+      agrees = static_cast<uint64_t>(row.size) == n;
+      totals_.raced += agrees;
+    }
     if (expected == kNone) {
       agrees &= static_cast<uint64_t>(row.size) == n;
       if (reclaims(n)) {
@@ -137,6 +141,9 @@ class Following : public Replay {
       begin_use(i, new_buffer(row.size, row.address), false);
     }
     size_t next = i + 1;
+    if (!policy_.trims_at_once && !calls_.empty()) {
+      adopt_limit(next);
+    }
     if (!policy_.trims_at_once && excess()) {
       next = follow_own_evictions(excess(), kTrimmed, limit_set_at_, next);
       for (size_t k = i + 1; k < next; ++k) {
@@ -148,6 +155,21 @@ class Following : public Replay {
       pending_.clear();
     }
     return next;
+  }
+
+  // Whether another thread gave the cache this buffer after MLX had looked into
+  // it for the allocation of row i.
+  bool was_freed_since_look(size_t i, uint32_t number) {
+    size_t left = rows_[i].after_look;
+    for (size_t k = i; number != kNone && left && k-- > 0;) {
+      bool is_event = rows_[k].op < kCallBegins;
+      left -= is_event;
+      if (rows_[k].op == kFree && rows_[k].recorded &&
+          rows_[k].address == buffers_[number].address) {
+        return true;
+      }
+    }
+    return false;
   }
 
   // What the allocator gives back by itself: for a new buffer it stands before
@@ -183,6 +205,34 @@ class Following : public Replay {
     }
     evict_all(outcome, cause);
     return next;
+  }
+
+  // A cache limit that is being set by another thread holds from somewhere on:
+  // from here, where what was trimmed is seen to be its work.
+  void adopt_limit(size_t next) {
+    auto agrees = [&] {
+      size_t evicted = evictions_from(next);
+      return excess() ? run_begins_with(
+                            next,
+                            evicted,
+                            [&](auto&& visit) {
+                              cache_.visit_released(excess(), kNone, visit);
+                            })
+                      : !evicted;
+    };
+    for (auto& call : calls_) {
+      if (call.call != kSetCacheLimit || call.took_effect || agrees()) {
+        continue;
+      }
+      uint64_t before = policy_.cache_limit;
+      int64_t before_row = limit_set_at_;
+      set_cache_limit(call.value, call.row);
+      call.took_effect = agrees();
+      totals_.raced += call.took_effect;
+      if (!call.took_effect) {
+        set_cache_limit(before, before_row);
+      }
+    }
   }
 
   size_t evictions_from(size_t i) const {

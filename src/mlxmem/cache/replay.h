@@ -56,7 +56,8 @@ struct Row {
   uint8_t op;
   uint8_t recorded; // allocation: taken from the cache; free: given to it
   uint8_t call;
-  uint8_t reserved[5];
+  uint8_t after_look; // of an allocation, as in csrc/event.h
+  uint8_t reserved[4];
 };
 
 struct Rows {
@@ -92,7 +93,7 @@ struct Totals {
   uint64_t cache;
   uint64_t checked; // decisions of the recording
   uint64_t mismatches; // of these, how many the model takes otherwise
-  uint64_t raced; // runs of evictions that fit in another order of two threads
+  uint64_t raced; // decisions that fit in another order of two threads
   uint64_t unseen; // runs of evictions that no call explains
 };
 

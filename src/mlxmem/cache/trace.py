@@ -117,6 +117,7 @@ def of_recording(recording: Recording) -> Trace:
     made = action <= Action.AllocMakeBuffer
     rows["requested"] = np.where(made, events["requested_size"][kept], 0)
     rows["op"], rows["recorded"] = OPS[action], RECORDED[action]
+    rows["after_look"] = events["after_look"][kept]
     place = np.full(len(events) + 1, -1, np.int64)
     place[kept] = np.arange(len(kept))
     owner = ledger.owner[kept]
@@ -248,10 +249,14 @@ def policy_of(settings: Mapping[str, Any]) -> Policy:
         parts = tuple(int(part) for part in re.findall(r"\d{1,9}", version)[:2])
         return CpuPolicy(has_cache=parts >= (0, 32)).with_limits(**limits)
     # MLX has no getter of the cache limit; it begins as the memory limit.
-    memory_limit = limits["memory_limit"] or NO_LIMIT
-    limits = {"cache_limit": memory_limit, **{k: v for k, v in limits.items() if v}}
+    memory_limit = limits["memory_limit"]
+    if memory_limit is None:
+        memory_limit = NO_LIMIT
+    if limits["cache_limit"] is None:
+        limits["cache_limit"] = memory_limit
+    device = max(memory_limit, 1)
     if backend == "cuda":
-        return CudaPolicy(memory_limit).with_limits(**limits)
+        return CudaPolicy(device).with_limits(**limits)
     if backend == "metal":
-        return MetalPolicy(memory_limit, memory_limit).with_limits(**limits)
+        return MetalPolicy(device, device).with_limits(**limits)
     raise TraceError("the recording does not tell on which backend and MLX it was made")
