@@ -13,7 +13,6 @@ from cache_reference import (
     ALLOC,
     BEGINS,
     CACHE_LIMIT,
-    CACHE_LIMIT,
     CLEAR as CLEAR_CACHE,
     ENDS,
     EVICT,
