@@ -1,9 +1,13 @@
 """The compiled modules; everything else is in pyproject.toml."""
 
+import sys
 from glob import glob
 
 from Cython.Build import cythonize
 from setuptools import Extension, setup
+
+# What runs at every node calls other libraries without a stub in between.
+direct_calls = ["-fno-plt"] if sys.platform == "linux" else []
 
 # Loaded with ctypes, never imported, so it has no PyInit. It includes neither MLX
 # nor Python headers: one build serves every supported MLX.
@@ -19,6 +23,7 @@ native = Extension(
         "-O2",
         "-fvisibility=hidden",
         "-ftls-model=initial-exec",
+        *direct_calls,
     ],
 )
 
@@ -27,7 +32,7 @@ interner = Extension(
     sources=["src/mlxmem/_interner.pyx"],
     depends=sorted(glob("src/mlxmem/*.h")),
     include_dirs=["src/mlxmem"],
-    extra_compile_args=["-O3"],
+    extra_compile_args=["-O3", *direct_calls],
 )
 
 pickle_writer = Extension(

@@ -2,6 +2,7 @@
 
 #include <new>
 
+#include "clock.h"
 #include "threads.h"
 
 namespace mlxmem {
@@ -9,8 +10,23 @@ namespace mlxmem {
 // Never destroyed: worker threads free buffers after static destructors ran.
 AllocatorTape& allocator_tape = *new AllocatorTape;
 
+void TapeNote::fill(uint64_t requested_size, const Origin& origin) const {
+  if (!entry) {
+    return;
+  }
+  entry->address = address;
+  entry->size = size;
+  entry->requested_size = requested_size;
+  entry->ticks = TapeClock::ticks();
+  entry->origin = origin;
+  entry->thread_id = current_thread_id();
+  entry->did = did;
+  entry->after_look = after_look;
+  entry->filled.store(number + 1, std::memory_order_release);
+}
+
 void AllocatorTape::start(const AllocatorWords& words) {
-  // A chunk with an entry that its thread has yet to complete stays as it is:
+  // A chunk with an entry that its thread has yet to fill in stays as it is:
   // that thread will write there.
   uint64_t end = written_.load(std::memory_order_relaxed);
   uint64_t at = read_.load(std::memory_order_relaxed) / kChunk * kChunk;
@@ -18,90 +34,91 @@ void AllocatorTape::start(const AllocatorWords& words) {
     auto next = chunk->next.load(std::memory_order_relaxed);
     bool is_awaited = false;
     for (size_t i = 0; i < kChunk && at < end; ++i, ++at) {
-      is_awaited = is_awaited ||
-          !chunk->entries[i].is_complete.load(std::memory_order_acquire);
+      is_awaited = is_awaited || !chunk->entries[i].is_filled(at);
     }
     if (!is_awaited) {
       set_aside(chunk);
     }
     chunk = next;
   }
-  reader_ = writer_ = nullptr;
-  first_.store(nullptr, std::memory_order_relaxed);
-  written_.store(0, std::memory_order_relaxed);
-  read_.store(0, std::memory_order_relaxed);
-  reader_end_ = 0;
+  begin_at((end + kChunk - 1) / kChunk * kChunk);
   lost_.store(false, std::memory_order_relaxed);
-  clock_.start();
   seen_ = words;
   owed_ = 0;
 }
 
-TapeEntry* AllocatorTape::look(const AllocatorWords& words, const void* freed) {
-  TapeEntry* allocation = nullptr;
+// An entry's number never comes again, which tells whether it is filled in.
+void AllocatorTape::begin_at(uint64_t number) {
+  reader_ = writer_ = nullptr;
+  first_.store(nullptr, std::memory_order_relaxed);
+  written_.store(number, std::memory_order_relaxed);
+  read_.store(number, std::memory_order_relaxed);
+  reader_end_ = number;
+}
+
+TapeNote AllocatorTape::look(const AllocatorWords& words, const void* freed) {
+  TapeNote found;
   if (words.limits.cache != seen_.limits.cache) {
-    note(Did::SetCacheLimit, nullptr, words.limits.cache);
+    note(Did::SetCacheLimit, nullptr, words.limits.cache).fill();
   }
   if (words.limits.memory != seen_.limits.memory) {
-    note(Did::SetMemoryLimit, nullptr, words.limits.memory);
+    note(Did::SetMemoryLimit, nullptr, words.limits.memory).fill();
   }
   if (words.active > seen_.active) {
     uint64_t size = words.active - seen_.active;
     bool from_cache = seen_.cache - owed_ == words.cache + size;
-    auto did = from_cache ? Did::AllocReuse : Did::AllocNew;
-    allocation = note(did, nullptr, size);
+    found = note(from_cache ? Did::AllocReuse : Did::AllocNew, nullptr, size);
   } else if (words.active < seen_.active) {
-    note(Did::FreeToOS, freed, seen_.active - words.active);
+    found = note(Did::FreeToOS, freed, seen_.active - words.active);
   }
   seen_ = words;
   owed_ = 0;
-  return allocation;
+  return found;
 }
 
-void AllocatorTape::cache_asked(
+TapeNote AllocatorTape::cache_asked(
     const AllocatorWords& words,
     const void* buffer) {
   // A buffer that is freed left the active bytes just now.
-  if (words.active < seen_.active) {
-    uint64_t size = seen_.active - words.active;
-    note(Did::FreeToCache, buffer, size);
-    seen_.active = words.active;
-    seen_.cache += size;
+  if (words.active >= seen_.active) {
+    return {};
   }
+  uint64_t size = seen_.active - words.active;
+  seen_.active = words.active;
+  seen_.cache += size;
+  return note(Did::FreeToCache, buffer, size);
 }
 
-TapeEntry* AllocatorTape::cache_frees(
+TapeNote AllocatorTape::cache_frees(
     const AllocatorWords& words,
     const void* buffer,
     uint64_t size) {
   // An allocation or a new limit makes the cache do it, which comes first.
-  TapeEntry* allocation = nullptr;
+  TapeNote allocation;
   if (words.active != seen_.active ||
       words.limits.cache != seen_.limits.cache) {
     allocation = look(words, nullptr);
   }
-  note(Did::CacheReturn, buffer, size);
+  note(Did::CacheReturn, buffer, size).fill();
   owed_ += size;
   return allocation;
 }
 
-TapeEntry* AllocatorTape::note(Did did, const void* buffer, uint64_t size) {
+TapeNote AllocatorTape::note(Did did, const void* buffer, uint64_t size) {
   uint64_t at = written_.load(std::memory_order_relaxed);
   if (at % kChunk == 0 && !add_chunk()) {
     lost_.store(true, std::memory_order_relaxed);
-    return nullptr;
+    return {};
   }
-  auto& entry = writer_->entries[at % kChunk];
-  entry.address = reinterpret_cast<uint64_t>(buffer);
-  entry.size = entry.requested_size = size;
-  entry.time_ns = clock_.now_ns();
-  entry.thread_id = current_thread_id();
-  entry.did = did;
-  entry.after_look = 0;
-  bool is_allocation = did == Did::AllocNew || did == Did::AllocReuse;
-  entry.is_complete.store(!is_allocation, std::memory_order_relaxed);
+  TapeNote found;
+  found.entry = &writer_->entries[at % kChunk];
+  __builtin_prefetch(found.entry, 1); // another thread read it last
+  found.number = at;
+  found.address = reinterpret_cast<uint64_t>(buffer);
+  found.size = size;
+  found.did = did;
   written_.store(at + 1, std::memory_order_release);
-  return &entry;
+  return found;
 }
 
 bool AllocatorTape::add_chunk() {
@@ -132,12 +149,8 @@ void AllocatorTape::set_aside(Chunk* chunk) {
 }
 
 void AllocatorTape::forget() {
-  reader_ = writer_ = nullptr;
-  first_.store(nullptr);
-  spare_.store(nullptr);
-  written_.store(0);
-  read_.store(0);
-  reader_end_ = 0;
+  spare_.store(nullptr, std::memory_order_relaxed);
+  begin_at(written_.load() / kChunk * kChunk + kChunk);
 }
 
 } // namespace mlxmem

@@ -1,7 +1,8 @@
-// What an allocator did to its buffers, noted by the threads that did it while
-// they hold the allocator's own mutex. So the notes have the allocator's order,
-// whichever way it was called, and no lock of ours stands where MLX allocates
-// and frees. The books read them later, under their own lock.
+// What an allocator did to its buffers, numbered by the threads that did it
+// while they hold the allocator's own mutex. So the notes have the allocator's
+// order, whichever way it was called, and no lock of ours stands where MLX
+// allocates and frees. What is slow waits until the mutex is free: the thread
+// fills in its note then, and the books read it later, under their own lock.
 //
 // The allocator is watched through its words: its bytes change under the mutex
 // only, so what changed since the mutex was last released was done by the
@@ -14,7 +15,6 @@
 #include <cstdint>
 
 #include "books.h"
-#include "clock.h"
 #include "mlx_counters.h"
 
 namespace mlxmem {
@@ -30,27 +30,42 @@ enum class Did : uint8_t {
   Nothing, // an allocation that failed after it was counted
 };
 
-// One cache line.
+// One cache line, which its thread fills in after it has released the mutex.
 struct alignas(64) TapeEntry {
   uint64_t address;
   uint64_t size; // bytes, of the buffer
   uint64_t requested_size; // bytes
-  uint64_t time_ns; // CLOCK_MONOTONIC
+  uint64_t ticks; // of TapeClock
   Origin origin;
   uint32_t thread_id;
   Did did;
   uint8_t after_look; // of a new buffer, as in Event
-  // An allocation's address and origin are known when its thread has them.
-  std::atomic<bool> is_complete;
+  std::atomic<uint64_t> filled; // 1 more than its number
 
-  void complete(uint64_t buffer, uint64_t requested, const Origin& whose) {
-    address = buffer;
-    requested_size = requested;
-    origin = whose;
-    is_complete.store(true, std::memory_order_release);
+  bool is_filled(uint64_t number) const {
+    return filled.load(std::memory_order_acquire) == number + 1;
   }
 };
 static_assert(sizeof(TapeEntry) == 64, "");
+
+// A place on the tape, and what is to be written there.
+struct TapeNote {
+  TapeEntry* entry = nullptr; // nullptr: there is nothing to note
+  uint64_t number = 0;
+  uint64_t address = 0;
+  uint64_t size = 0;
+  Did did = Did::Nothing;
+  uint8_t after_look = 0;
+
+  bool is_allocation() const {
+    return did == Did::AllocNew || did == Did::AllocReuse;
+  }
+  // An allocation's address, requested size and origin are known to its thread.
+  void fill(uint64_t requested_size, const Origin& origin) const;
+  void fill() const {
+    fill(size, Origin());
+  }
+};
 
 class AllocatorTape {
  public:
@@ -61,13 +76,15 @@ class AllocatorTape {
 
   // ---- with the allocator's mutex held; these never throw
 
-  // What was done since the last look. The entry of an allocation is returned,
-  // for its thread to complete; freed: the buffer that this thread frees.
-  TapeEntry* look(const AllocatorWords& words, const void* freed);
+  // What was done since the last look, for the thread to fill in; freed: the
+  // buffer that it frees.
+  TapeNote look(const AllocatorWords& words, const void* freed);
   // The cache asks for a buffer's size: it takes it, or gives it back soon.
-  void cache_asked(const AllocatorWords& words, const void* buffer);
-  // The cache gives a buffer back to the operating system. As look().
-  TapeEntry*
+  // Likewise.
+  TapeNote cache_asked(const AllocatorWords& words, const void* buffer);
+  // The cache gives a buffer back to the operating system. An allocation that
+  // made it do so is returned.
+  TapeNote
   cache_frees(const AllocatorWords& words, const void* buffer, uint64_t size);
 
   // Whether there was no memory for an entry, since start().
@@ -77,7 +94,7 @@ class AllocatorTape {
 
   // ---- with the books held
 
-  // Number of entries since start().
+  // Number of the next entry.
   uint64_t end() const {
     return written_.load(std::memory_order_acquire);
   }
@@ -90,7 +107,7 @@ class AllocatorTape {
     return read_.load(std::memory_order_relaxed);
   }
   // Hands the entries before `end` to visit, oldest first, up to one that is
-  // not complete. If visit throws, that entry comes again.
+  // not filled in. If visit throws, that entry comes again.
   template <typename Visit>
   void read(uint64_t end, Visit&& visit) {
     uint64_t at = read_.load(std::memory_order_relaxed);
@@ -99,7 +116,7 @@ class AllocatorTape {
         next_chunk_to_read();
       }
       auto& entry = reader_->entries[at % kChunk];
-      if (!entry.is_complete.load(std::memory_order_acquire)) {
+      if (!entry.is_filled(at)) {
         break;
       }
       visit(entry);
@@ -117,7 +134,8 @@ class AllocatorTape {
     std::atomic<Chunk*> next{nullptr};
   };
 
-  TapeEntry* note(Did did, const void* buffer, uint64_t size);
+  TapeNote note(Did did, const void* buffer, uint64_t size);
+  void begin_at(uint64_t number);
   bool add_chunk();
   void next_chunk_to_read();
   // For the next chunk that is needed; nobody has a pointer into it.
@@ -127,7 +145,6 @@ class AllocatorTape {
   alignas(64) AllocatorWords seen_;
   uint64_t owed_ = 0; // bytes that the cache gave back but counts still
   Chunk* writer_ = nullptr;
-  EventClock clock_;
   std::atomic<bool> lost_{false};
   std::atomic<Chunk*> first_{nullptr};
   std::atomic<uint64_t> written_{0};

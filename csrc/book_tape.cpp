@@ -26,8 +26,15 @@ class AllocatorHold {
   AllocatorHold& operator=(const AllocatorHold&) = delete;
 };
 
+// Under the books' lock.
+TapeClock& tape_clock() {
+  static TapeClock* clock = new TapeClock;
+  return *clock;
+}
+
 void book_entry(Books& books, const TapeEntry& entry) {
-  Moment moment = {entry.time_ns, entry.thread_id, entry.after_look};
+  Moment moment = {
+      tape_clock().ns_of(entry.ticks), entry.thread_id, entry.after_look};
   Limits limits = books.limits();
   switch (entry.did) {
     case Did::AllocNew:
@@ -56,8 +63,7 @@ void book_entry(Books& books, const TapeEntry& entry) {
           moment);
       break;
     case Did::CacheReturn:
-      books.left_cache(
-          {entry.address, entry.size, entry.time_ns, entry.thread_id});
+      books.left_cache({entry.address, entry.size, moment.ns, entry.thread_id});
       break;
     case Did::SetCacheLimit:
       limits.cache = entry.size;
@@ -76,6 +82,7 @@ void book_until(Books& books, uint64_t end) {
   if (allocator_tape.is_incomplete()) {
     throw std::bad_alloc();
   }
+  tape_clock().look();
   allocator_tape.read(
       end, [&](const TapeEntry& entry) { book_entry(books, entry); });
 }
@@ -88,6 +95,7 @@ void start_tape(Books& books) {
   books.start_from(mlx_counters.counters_of(words));
   books.start_was_exact();
   allocator_tape.start(words);
+  tape_clock().start();
   session.cache_at_start = read_cache_contents(mlx_counters, true);
   if (session.cache_at_start.is_known) {
     books.know_cache(session.cache_at_start.buffers);

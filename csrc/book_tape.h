@@ -10,11 +10,10 @@ namespace mlxmem {
 // The session begins: the allocator as it is, held still meanwhile.
 void start_tape(Books& books);
 
-// What was noted so far, up to an allocation that its thread has yet to
-// complete.
+// What was noted so far, up to what its thread has yet to fill in.
 void book_tape(Books& books);
 
-// The same, and waits a moment for such an allocation; then the totals must be
+// The same, and waits a moment for such a thread; then the totals must be
 // MLX's.
 void book_whole_tape(Books& books);
 

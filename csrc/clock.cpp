@@ -81,6 +81,31 @@ uint64_t EventClock::compare() {
   return now.ns;
 }
 
+void TapeClock::start() {
+  counts_cycles = linux_keeps_time_by_it() && EventClock::read_moment(&now_);
+  before_ = now_;
+}
+
+void TapeClock::look() {
+  EventClock::Moment moment;
+  if (!counts_cycles || !EventClock::read_moment(&moment) ||
+      moment.cycles <= now_.cycles) {
+    return;
+  }
+  before_ = now_;
+  now_ = moment;
+  ns_per_cycle_ = static_cast<double>(now_.ns - before_.ns) /
+      static_cast<double>(now_.cycles - before_.cycles);
+}
+
+uint64_t TapeClock::ns_of(uint64_t ticks) const {
+  if (!counts_cycles) {
+    return ticks;
+  }
+  auto passed = static_cast<int64_t>(ticks - before_.cycles);
+  return before_.ns + static_cast<int64_t>(passed * ns_per_cycle_);
+}
+
 } // namespace mlxmem
 
 #else
@@ -88,6 +113,12 @@ uint64_t EventClock::compare() {
 namespace mlxmem {
 
 void EventClock::start() {}
+void TapeClock::start() {}
+void TapeClock::look() {}
+
+uint64_t TapeClock::ns_of(uint64_t ticks) const {
+  return ticks;
+}
 
 } // namespace mlxmem
 

@@ -4,6 +4,7 @@
 
 #include <time.h>
 
+#include <atomic>
 #include <cstdint>
 
 #if defined(__linux__) && defined(__x86_64__)
@@ -51,20 +52,49 @@ class EventClock {
   }
 
 #if MLXMEM_CYCLE_COUNTER
- private:
-  static constexpr int kFraction = 26; // bits of ns_per_cycle_
-
   struct Moment {
     uint64_t ns;
     uint64_t cycles;
   };
   static bool read_moment(Moment* out);
+
+ private:
+  static constexpr int kFraction = 26; // bits of ns_per_cycle_
+
   uint64_t compare();
 
   bool trusts_counter_ = false;
   Moment compared_ = {0, 0}; // when both were read
   uint64_t trusted_cycles_ = 0; // from then on; 0: the rate is not known
   uint64_t ns_per_cycle_ = 0; // fixed point
+#endif
+};
+
+// The time of events that are read later than they happen: a thread takes
+// ticks, and the reader places them between two moments at which it looked.
+class TapeClock {
+ public:
+  // Any thread's, also while the others are called.
+  static uint64_t ticks() {
+#if MLXMEM_CYCLE_COUNTER
+    return counts_cycles ? __rdtsc() : monotonic_ns();
+#else
+    return monotonic_ns();
+#endif
+  }
+
+  // Not synchronised: a session begins; and what happened until now is read.
+  void start();
+  void look();
+  // CLOCK_MONOTONIC of ticks that lie between the last two looks.
+  uint64_t ns_of(uint64_t ticks) const;
+
+#if MLXMEM_CYCLE_COUNTER
+ private:
+  static inline std::atomic<bool> counts_cycles{false};
+  EventClock::Moment before_ = {0, 0};
+  EventClock::Moment now_ = {0, 0};
+  double ns_per_cycle_ = 0;
 #endif
 };
 

@@ -47,9 +47,10 @@ struct ThreadState {
   CallSampler timed_calls; // of the allocator's malloc
   uint32_t since_sample = 0; // events and nodes that came or went
   bool in_allocator = false;
-  // Of the tape: an allocation that is to be completed, and its session.
-  TapeEntry* allocation = nullptr;
+  // Of the tape: an allocation that is to be filled in, and its session.
+  TapeNote allocation;
   uint32_t allocation_session = 0;
+  TapeNote recycled; // in the hold of the mutex that is under way
   uint64_t looked_at = 0; // the tape's end when it last released the mutex
   bool noted_failure = false; // of the operation
   const void* being_freed = nullptr;
@@ -200,65 +201,56 @@ void book_tape_beyond(uint64_t most) {
   }
 }
 
-// The allocation that this thread has to complete, if it is of this session.
-TapeEntry* take_allocation() {
-  auto entry = thread.allocation;
-  thread.allocation = nullptr;
-  return entry && thread.allocation_session == session_number() ? entry
-                                                                : nullptr;
+// The allocation that this thread has to fill in, if it is of this session.
+TapeNote take_allocation() {
+  TapeNote note = thread.allocation;
+  thread.allocation = TapeNote();
+  return thread.allocation_session == session_number() ? note : TapeNote();
 }
 
-void remember_allocation(TapeEntry* entry) {
-  if (allocator_tape.is_incomplete()) {
-    end_without_memory();
+void remember_allocation(const TapeNote& note, uint64_t end) {
+  if (auto older = take_allocation(); older.entry) {
+    older.fill(older.size, origin_of_allocation()); // nobody told its address
   }
-  if (!entry) {
-    return;
-  }
+  thread.allocation = note;
+  thread.allocation_session = session_number();
   // For a new buffer MLX looks into the cache, releases the mutex, and counts
   // the buffer when it has it.
-  uint64_t others = allocator_tape.end() - 1 - thread.looked_at;
-  if (entry->did == Did::AllocNew) {
-    entry->after_look = static_cast<uint8_t>(std::min<uint64_t>(others, 255));
+  if (note.did == Did::AllocNew) {
+    thread.allocation.after_look = static_cast<uint8_t>(
+        std::min<uint64_t>(end - 1 - thread.looked_at, 255));
   }
-  if (auto older = take_allocation()) {
-    older->complete(0, older->size, origin_of_allocation());
-  }
-  thread.allocation = entry;
-  thread.allocation_session = session_number();
 }
 
-void complete_allocation(
-    TapeEntry* entry,
+void fill_allocation(
+    TapeNote note,
     void* buffer,
     uint64_t requested_size,
     const Origin& origin) {
-  entry->complete(
-      address_of(buffer),
-      requested_size && requested_size <= entry->size ? requested_size
-                                                      : entry->size,
-      origin);
+  note.address = address_of(buffer);
+  bool fits = requested_size && requested_size <= note.size;
+  note.fill(fits ? requested_size : note.size, origin);
   count_node_change();
   book_tape_beyond(kAfterAllocation);
 }
 
 bool is_of_allocation(void* buffer) {
-  return buffer && thread.allocation &&
-      originals.size(originals.allocator, buffer) == thread.allocation->size;
+  return buffer && thread.allocation.entry &&
+      originals.size(originals.allocator, buffer) == thread.allocation.size;
 }
 
 void* taped_malloc(void* self, size_t size, const Origin& origin) {
   void* buffer = originals.malloc(self, size);
-  if (is_of_allocation(buffer)) {
-    if (auto entry = take_allocation()) {
-      complete_allocation(entry, buffer, size, origin);
-    }
-  } else if (!buffer) {
-    if (auto entry = take_allocation()) {
-      mlx_counters.leave_out(entry->size);
-      entry->did = Did::Nothing;
-      entry->complete(0, 0, origin);
-    }
+  if (buffer && !is_of_allocation(buffer)) {
+    return buffer;
+  }
+  TapeNote note = take_allocation();
+  if (buffer && note.entry) {
+    fill_allocation(note, buffer, size, origin);
+  } else if (note.entry) {
+    mlx_counters.leave_out(note.size);
+    note.did = Did::Nothing;
+    note.fill();
   }
   return buffer;
 }
@@ -277,12 +269,12 @@ void note_bound_buffer(const void* array, void* buffer, uint64_t bytes) {
   if (!is_of_allocation(buffer)) {
     return;
   }
-  auto entry = take_allocation();
-  if (entry) {
+  TapeNote note = take_allocation();
+  if (note.entry) {
     Origin origin = thread.operation.primitive_class
         ? origin_of_allocation()
         : origin_of_node(*static_cast<void* const*>(array));
-    complete_allocation(entry, buffer, bytes, origin);
+    fill_allocation(note, buffer, bytes, origin);
   }
 }
 
@@ -301,27 +293,51 @@ uint64_t bytes_of(const void* array) {
 } // namespace
 
 int probes::mutex_unlock(pthread_mutex_t* mutex) {
-  if (mutex == originals.tape_mutex && is_recording()) {
-    remember_allocation(
-        allocator_tape.look(mlx_counters.read_words(), thread.being_freed));
-    thread.looked_at = allocator_tape.end();
+  if (mutex != originals.tape_mutex || !is_recording()) {
+    return originals.mutex_unlock(mutex);
   }
-  return originals.mutex_unlock(mutex);
+  TapeNote note =
+      allocator_tape.look(mlx_counters.read_words(), thread.being_freed);
+  uint64_t end = allocator_tape.end();
+  bool is_incomplete = allocator_tape.is_incomplete();
+  int result = originals.mutex_unlock(mutex);
+
+  if (is_incomplete) {
+    end_without_memory();
+  }
+  thread.recycled.fill();
+  thread.recycled = TapeNote();
+  if (note.is_allocation()) {
+    remember_allocation(note, end);
+  } else {
+    note.fill();
+  }
+  thread.looked_at = end;
+  return result;
 }
 
 size_t probes::cache_get_size(const void* function, void** buffer) {
   if (is_recording()) {
-    allocator_tape.cache_asked(mlx_counters.read_words(), *buffer);
+    TapeNote note =
+        allocator_tape.cache_asked(mlx_counters.read_words(), *buffer);
+    if (note.entry) {
+      thread.recycled = note;
+    }
   }
   return originals.cache_get_size(function, buffer);
 }
 
 size_t probes::cache_free_invoker(const void* function, void** buffer) {
   if (is_recording()) {
-    remember_allocation(allocator_tape.cache_frees(
+    TapeNote note = allocator_tape.cache_frees(
         mlx_counters.read_words(),
         *buffer,
-        originals.size(originals.allocator, *buffer)));
+        originals.size(originals.allocator, *buffer));
+    if (note.is_allocation()) {
+      remember_allocation(note, allocator_tape.end() - 1);
+    } else {
+      note.fill();
+    }
   }
   return originals.cache_free_invoker(function, buffer);
 }

@@ -33,11 +33,13 @@ struct LimitsAtStart {
 };
 
 struct Session {
-  std::atomic<bool> recording{false};
+  // On a line of their own, since every probe reads them.
+  alignas(64) std::atomic<bool> recording{false};
   std::atomic<uint32_t> number{0};
   std::atomic<bool> out_of_memory{false};
+  std::atomic<NodeRegistry*> nodes;
   // Held around the booking, and but for the tape around the allocator's call.
-  AdaptiveMutex mutex;
+  alignas(64) AdaptiveMutex mutex;
   Books books; // under the mutex, as is the rest
   Position position; // when it was last asked for, or at the end
   NodeSamples node_samples;
@@ -48,7 +50,6 @@ struct Session {
 
   // Nodes of the session. They are seen to go until the words are restored, so
   // they are read before that, and kept.
-  std::atomic<NodeRegistry*> nodes;
   bool nodes_can_be_read = false;
   std::unique_ptr<NodesCopy> kept_nodes;
 

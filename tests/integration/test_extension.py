@@ -19,12 +19,18 @@ from typing import Any
 
 import mlx.core as mx
 import pytest
-from books import HAS_CPU_CACHE, Books
+from books import FOLLOWS_MUTEX, HAS_CPU_CACHE, Books
 
 import mlxmem
 from mlxmem._interner import resolve_traceback
 
 SOURCE = Path(__file__).parent / "targets" / "extension.cpp"
+
+
+around_the_vtable = pytest.mark.skipif(
+    not FOLLOWS_MUTEX,
+    reason="only CUDA's kernels do that: test_followed_mutex.py runs this in their way",
+)
 
 
 class Extension:
@@ -209,6 +215,7 @@ def test_a_valid_id_in_a_nodes_memory_is_no_stack(
             extension.drop(handle)
 
 
+@around_the_vtable
 @pytest.mark.parametrize("when", ["before", "while recording"])
 def test_a_buffer_that_goes_around_the_vtable_is_seen_when_bound(
     built: Path, tmp_path: Path, when: str
@@ -242,6 +249,7 @@ def test_a_buffer_that_goes_around_the_vtable_is_seen_when_bound(
         assert len(books.events()) == 2
 
 
+@around_the_vtable
 @pytest.mark.usefixtures("cpu_cache")
 def test_a_cached_buffer_that_goes_around_the_vtable_is_a_reuse(
     extension: Extension,
@@ -272,6 +280,7 @@ def test_weak_copies_of_older_arrays_are_no_allocations(extension: Extension) ->
         assert (event["size"], event["traceback"]) == (4 * 353, None)
 
 
+@around_the_vtable
 def test_freed_buffers_come_back_under_the_same_address(extension: Extension) -> None:
     extension.note_malloc()
     with Books() as books:
