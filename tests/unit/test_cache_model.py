@@ -415,6 +415,28 @@ def test_a_free_of_another_thread_after_the_look() -> None:
         assert (got.mismatches, got.totals["raced"]) == (mismatches, raced)
 
 
+def test_room_that_was_made_before_another_threads_free() -> None:
+    # GIVEN a new buffer for which a cached one went, and after that another thread's
+    # free, with which the model would have made more room
+    policy = CudaPolicy(MiB).with_limits(memory_limit=65_536)
+    rows = recording(
+        (0x100, 16_384, 16_384, -1, ALLOC, 0, 0),
+        (0x200, 32_768, 32_768, -1, ALLOC, 0, 0),
+        (0x100, 16_384, 0, 0, FREE, 1, 0),
+        (0x100, 16_384, 0, -1, EVICT, 0, 0),
+        (0x200, 32_768, 0, 1, FREE, 1, 0),
+        (0x300, 65_536, 65_536, -1, ALLOC, 0, 0),
+    )
+    rows["after_look"][5] = 1
+
+    got = follow(make_trace(rows, [], 0, policy))
+
+    # THEN each decision is explained, though the limit is passed
+    totals = got.totals
+    assert (got.mismatches, totals["unseen"], totals["evictions"]) == ([], 0, 1)
+    assert (totals["active"], totals["cache"]) == (65_536, 32_768)
+
+
 def test_a_limit_that_another_thread_sets_trims_before_its_call_is_over() -> None:
     # GIVEN a cache limit of 0 that holds at an allocation within its call
     rows = recording(

@@ -110,7 +110,9 @@ class Following : public Replay {
   size_t follow_allocation(size_t i) {
     const Row& row = rows_[i];
     uint64_t n = policy_.rounded(row.requested);
-    uint32_t expected = policy_.has_cache ? cache_.find(policy_, n) : kNone;
+    bool has_looked = looked_ == i;
+    uint32_t expected =
+        policy_.has_cache && !has_looked ? cache_.find(policy_, n) : kNone;
     uint32_t recorded = row.recorded ? cached_at(row.address) : kNone;
     bool agrees = expected == recorded &&
         static_cast<bool>(row.recorded) == (expected != kNone);
@@ -120,7 +122,7 @@ class Following : public Replay {
     }
     if (expected == kNone) {
       agrees &= static_cast<uint64_t>(row.size) == n;
-      if (reclaims(n)) {
+      if (!has_looked && reclaims(n)) {
         follow_own_evictions(to_reclaim(n), kReclaimed, -1, i + 1);
       }
       if (recorded != kNone) { // a damaged file may name what has just gone
@@ -155,6 +157,46 @@ class Following : public Replay {
       pending_.clear();
     }
     return next;
+  }
+
+  // The new buffer for which MLX looked into the cache just before row i, if
+  // other threads went on before it counted; else the number of rows.
+  size_t allocation_that_looked(size_t i) const {
+    size_t others = 0;
+    for (size_t row = i; row < rows_.size() && others <= 255; ++row) {
+      bool is_new = rows_[row].op == kAlloc && !rows_[row].recorded;
+      if (is_new && others && rows_[row].after_look == others) {
+        return row;
+      }
+      others += rows_[row].op < kCallBegins;
+    }
+    return rows_.size();
+  }
+
+  // Evictions [i, end), after which other threads went on before the new buffer
+  // counted for which they made room: MLX looked into the cache here. False
+  // where they have another reason.
+  bool follow_look(size_t i, size_t end) {
+    size_t row = allocation_that_looked(end);
+    if (row == rows_.size()) {
+      return false;
+    }
+    uint64_t n = policy_.rounded(rows_[row].requested);
+    if (cache_.find(policy_, n) != kNone || !reclaims(n) ||
+        !run_begins_with(i, end - i, [&](auto&& visit) {
+          cache_.visit_released(to_reclaim(n), kNone, visit);
+        })) {
+      return false;
+    }
+    if (list_.size() != end - i) {
+      return false;
+    }
+    for (size_t k = i; k < end; ++k) {
+      check(true, k);
+    }
+    evict_all(kReclaimed, -1);
+    looked_ = row;
+    return true;
   }
 
   // Whether another thread gave the cache this buffer after MLX had looked into
@@ -276,6 +318,9 @@ class Following : public Replay {
   size_t follow_evictions(size_t i) {
     size_t end = i + evictions_from(i);
     if (evicts_when_allocating() && calls_.empty()) {
+      if (follow_look(i, end)) {
+        return end;
+      }
       for (size_t k = i; k < end; ++k) {
         pending_.push_back(k);
       }
@@ -455,6 +500,7 @@ class Following : public Replay {
   }
 
   std::vector<OpenCall> calls_;
+  size_t looked_ = SIZE_MAX; // row of an allocation that has looked already
   std::vector<size_t> pending_; // evictions of which the reason is to come
 };
 
