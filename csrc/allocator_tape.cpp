@@ -28,7 +28,7 @@ void TapeNote::fill(uint64_t requested_size, const Origin& origin) const {
 void AllocatorTape::start(const AllocatorWords& words) {
   // A chunk with an entry that its thread has yet to fill in stays as it is:
   // that thread will write there.
-  uint64_t end = written_.load(std::memory_order_relaxed);
+  uint64_t end = writer_.written.load(std::memory_order_relaxed);
   uint64_t at = read_.load(std::memory_order_relaxed) / kChunk * kChunk;
   for (auto chunk = reader_ ? reader_ : first_.load(); chunk;) {
     auto next = chunk->next.load(std::memory_order_relaxed);
@@ -42,37 +42,37 @@ void AllocatorTape::start(const AllocatorWords& words) {
     chunk = next;
   }
   begin_at((end + kChunk - 1) / kChunk * kChunk);
-  lost_.store(false, std::memory_order_relaxed);
-  seen_ = words;
-  owed_ = 0;
+  writer_.lost.store(false, std::memory_order_relaxed);
+  writer_.seen = words;
+  writer_.owed = 0;
 }
 
 // An entry's number never comes again, which tells whether it is filled in.
 void AllocatorTape::begin_at(uint64_t number) {
-  reader_ = writer_ = nullptr;
+  reader_ = writer_.chunk = nullptr;
   first_.store(nullptr, std::memory_order_relaxed);
-  written_.store(number, std::memory_order_relaxed);
+  writer_.written.store(number, std::memory_order_relaxed);
   read_.store(number, std::memory_order_relaxed);
   reader_end_ = number;
 }
 
 TapeNote AllocatorTape::look(const AllocatorWords& words, const void* freed) {
   TapeNote found;
-  if (words.limits.cache != seen_.limits.cache) {
+  if (words.limits.cache != writer_.seen.limits.cache) {
     note(Did::SetCacheLimit, nullptr, words.limits.cache).fill();
   }
-  if (words.limits.memory != seen_.limits.memory) {
+  if (words.limits.memory != writer_.seen.limits.memory) {
     note(Did::SetMemoryLimit, nullptr, words.limits.memory).fill();
   }
-  if (words.active > seen_.active) {
-    uint64_t size = words.active - seen_.active;
-    bool from_cache = seen_.cache - owed_ == words.cache + size;
+  if (words.active > writer_.seen.active) {
+    uint64_t size = words.active - writer_.seen.active;
+    bool from_cache = writer_.seen.cache - writer_.owed == words.cache + size;
     found = note(from_cache ? Did::AllocReuse : Did::AllocNew, nullptr, size);
-  } else if (words.active < seen_.active) {
-    found = note(Did::FreeToOS, freed, seen_.active - words.active);
+  } else if (words.active < writer_.seen.active) {
+    found = note(Did::FreeToOS, freed, writer_.seen.active - words.active);
   }
-  seen_ = words;
-  owed_ = 0;
+  writer_.seen = words;
+  writer_.owed = 0;
   return found;
 }
 
@@ -80,12 +80,12 @@ TapeNote AllocatorTape::cache_asked(
     const AllocatorWords& words,
     const void* buffer) {
   // A buffer that is freed left the active bytes just now.
-  if (words.active >= seen_.active) {
+  if (words.active >= writer_.seen.active) {
     return {};
   }
-  uint64_t size = seen_.active - words.active;
-  seen_.active = words.active;
-  seen_.cache += size;
+  uint64_t size = writer_.seen.active - words.active;
+  writer_.seen.active = words.active;
+  writer_.seen.cache += size;
   return note(Did::FreeToCache, buffer, size);
 }
 
@@ -95,29 +95,29 @@ TapeNote AllocatorTape::cache_frees(
     uint64_t size) {
   // An allocation or a new limit makes the cache do it, which comes first.
   TapeNote allocation;
-  if (words.active != seen_.active ||
-      words.limits.cache != seen_.limits.cache) {
+  if (words.active != writer_.seen.active ||
+      words.limits.cache != writer_.seen.limits.cache) {
     allocation = look(words, nullptr);
   }
   note(Did::CacheReturn, buffer, size).fill();
-  owed_ += size;
+  writer_.owed += size;
   return allocation;
 }
 
 TapeNote AllocatorTape::note(Did did, const void* buffer, uint64_t size) {
-  uint64_t at = written_.load(std::memory_order_relaxed);
+  uint64_t at = writer_.written.load(std::memory_order_relaxed);
   if (at % kChunk == 0 && !add_chunk()) {
-    lost_.store(true, std::memory_order_relaxed);
+    writer_.lost.store(true, std::memory_order_relaxed);
     return {};
   }
   TapeNote found;
-  found.entry = &writer_->entries[at % kChunk];
+  found.entry = &writer_.chunk->entries[at % kChunk];
   __builtin_prefetch(found.entry, 1); // another thread read it last
   found.number = at;
   found.address = reinterpret_cast<uint64_t>(buffer);
   found.size = size;
   found.did = did;
-  written_.store(at + 1, std::memory_order_release);
+  writer_.written.store(at + 1, std::memory_order_release);
   return found;
 }
 
@@ -130,8 +130,9 @@ bool AllocatorTape::add_chunk() {
     return false;
   }
   chunk->next.store(nullptr, std::memory_order_relaxed);
-  (writer_ ? writer_->next : first_).store(chunk, std::memory_order_release);
-  writer_ = chunk;
+  (writer_.chunk ? writer_.chunk->next : first_)
+      .store(chunk, std::memory_order_release);
+  writer_.chunk = chunk;
   return true;
 }
 
@@ -150,7 +151,7 @@ void AllocatorTape::set_aside(Chunk* chunk) {
 
 void AllocatorTape::forget() {
   spare_.store(nullptr, std::memory_order_relaxed);
-  begin_at(written_.load() / kChunk * kChunk + kChunk);
+  begin_at(writer_.written.load() / kChunk * kChunk + kChunk);
 }
 
 } // namespace mlxmem

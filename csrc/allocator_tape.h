@@ -10,6 +10,7 @@
 
 #pragma once
 
+#include <algorithm>
 #include <atomic>
 #include <cstddef>
 #include <cstdint>
@@ -89,18 +90,18 @@ class AllocatorTape {
 
   // Whether there was no memory for an entry, since start().
   bool is_incomplete() const {
-    return lost_.load(std::memory_order_relaxed);
+    return writer_.lost.load(std::memory_order_relaxed);
   }
 
   // ---- with the books held
 
   // Number of the next entry.
   uint64_t end() const {
-    return written_.load(std::memory_order_acquire);
+    return writer_.written.load(std::memory_order_acquire);
   }
-  // Entries that were not read yet; also without the books.
-  uint64_t backlog() const {
-    return end() - read_.load(std::memory_order_relaxed);
+  // Entries that were not read yet when it ended there; also without the books.
+  uint64_t backlog(uint64_t end) const {
+    return end - std::min(end, read_.load(std::memory_order_relaxed));
   }
   // Number of the next entry to read.
   uint64_t position() const {
@@ -141,15 +142,20 @@ class AllocatorTape {
   // For the next chunk that is needed; nobody has a pointer into it.
   void set_aside(Chunk* chunk);
 
-  // The writer's.
-  alignas(64) AllocatorWords seen_;
-  uint64_t owed_ = 0; // bytes that the cache gave back but counts still
-  Chunk* writer_ = nullptr;
-  std::atomic<bool> lost_{false};
-  std::atomic<Chunk*> first_{nullptr};
-  std::atomic<uint64_t> written_{0};
+  // What goes from one processor to the next with the allocator's mutex: one
+  // line, no more.
+  struct alignas(64) Writer {
+    AllocatorWords seen;
+    uint64_t owed = 0; // bytes that the cache gave back but counts still
+    Chunk* chunk = nullptr;
+    std::atomic<uint64_t> written{0}; // entries
+    std::atomic<bool> lost{false};
+  };
+  static_assert(sizeof(Writer) == 64, "");
 
-  alignas(64) std::atomic<uint64_t> read_{0};
+  Writer writer_;
+  alignas(64) std::atomic<Chunk*> first_{nullptr};
+  std::atomic<uint64_t> read_{0};
   Chunk* reader_ = nullptr;
   uint64_t reader_end_ = 0; // of its entries
   alignas(64) std::atomic<Chunk*> spare_{nullptr};

@@ -23,7 +23,7 @@ class NodeSamples {
   static constexpr size_t kMost = 4096;
   // A short session is seen in every detail; a sample costs as much as a node.
   static constexpr size_t kFine = 512;
-  static constexpr uint32_t kCoarse = 32;
+  static constexpr uint32_t kCoarse = 128;
 
   void clear() {
     size_ = 0;

@@ -193,7 +193,9 @@ constexpr uint64_t kAfterFree = 256;
 constexpr uint64_t kAfterAllocation = 8192;
 
 void book_tape_beyond(uint64_t most) {
-  if (allocator_tape.backlog() > most && session.mutex.try_lock()) {
+  // The end as this thread saw it last: it costs nothing to look at.
+  if (allocator_tape.backlog(thread.looked_at) > most &&
+      session.mutex.try_lock()) {
     if (is_recording()) {
       book(book_tape);
     }

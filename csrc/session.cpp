@@ -163,7 +163,8 @@ void take_node_sample() {
     return;
   }
   Position position = originals.tape_mutex
-      ? session.books.rough_position(allocator_tape.backlog())
+      ? session.books.rough_position(
+            allocator_tape.backlog(allocator_tape.end()))
       : session_position_locked();
   NodeCounts counts = nodes().counts();
   session.node_samples.add(

@@ -78,10 +78,11 @@ def followed(recording: Recording) -> Followed:
 def replayed(recording: Recording) -> Followed:
     """Assert the same, and that the requests alone lead to it as well."""
     got = followed(recording)
-    if FOLLOWS_MUTEX and got.totals["raced"]:
-        return got  # who came first is not in the requests
     free = predict(got.trace, fixed_limit=False, outcomes=True)
     assert free.outcomes is not None
+    if FOLLOWS_MUTEX:  # the workers' frees race with allocations and calls
+        assert abs(free.hits - got.hits) <= 2 + got.allocations // 100
+        return got
     assert np.array_equal(free.outcomes, got.outcomes)
     # Counted only where there is a recording to compare with.
     apart = {"checked", "mismatches", "raced", "unseen"}
