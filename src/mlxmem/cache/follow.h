@@ -2,6 +2,9 @@
 
 #pragma once
 
+#include <algorithm>
+#include <unordered_set>
+
 #include "replay.h"
 
 namespace mlxmem::cache {
@@ -19,11 +22,13 @@ class Following : public Replay {
       : Replay(policy, rows, cached, cached_count, unknown, active, true) {
     outputs_ = outputs;
     classifies_ = true;
+    find_looks();
   }
 
   size_t run(size_t i, size_t count) override {
     size_t end = std::min(i + count, rows_.size());
     while (i < end) {
+      follow_looks(i);
       set_outputs(i);
       i = follow_row(i);
       for (auto& call : calls_) {
@@ -110,16 +115,12 @@ class Following : public Replay {
   size_t follow_allocation(size_t i) {
     const Row& row = rows_[i];
     uint64_t n = policy_.rounded(row.requested);
-    bool has_looked = looked_ == i;
+    bool has_looked = looked_.erase(i) != 0;
     uint32_t expected =
         policy_.has_cache && !has_looked ? cache_.find(policy_, n) : kNone;
     uint32_t recorded = row.recorded ? cached_at(row.address) : kNone;
     bool agrees = expected == recorded &&
         static_cast<bool>(row.recorded) == (expected != kNone);
-    if (!agrees && !row.recorded && was_freed_since_look(i, expected)) {
-      agrees = static_cast<uint64_t>(row.size) == n;
-      totals_.raced += agrees;
-    }
     if (expected == kNone) {
       agrees &= static_cast<uint64_t>(row.size) == n;
       if (!has_looked && reclaims(n)) {
@@ -159,57 +160,66 @@ class Following : public Replay {
     return next;
   }
 
-  // The new buffer for which MLX looked into the cache just before row i, if
-  // other threads went on before it counted; else the number of rows.
-  size_t allocation_that_looked(size_t i) const {
-    size_t others = 0;
-    for (size_t row = i; row < rows_.size() && others <= 255; ++row) {
-      bool is_new = rows_[row].op == kAlloc && !rows_[row].recorded;
-      if (is_new && others && rows_[row].after_look == others) {
-        return row;
-      }
-      others += rows_[row].op < kCallBegins;
+  // For a new buffer MLX looks into the cache, and counts the buffer when it
+  // has it: where other threads went on in between, the look has a place of its
+  // own.
+  struct Look {
+    size_t at; // row before which it was
+    size_t row; // of the allocation
+
+    bool operator<(const Look& other) const {
+      return at < other.at;
     }
-    return rows_.size();
+  };
+
+  void find_looks() {
+    for (size_t row = 0; row < rows_.size(); ++row) {
+      size_t left = rows_[row].after_look;
+      size_t at = row;
+      while (left && at) {
+        left -= rows_[--at].op < kCallBegins;
+      }
+      if (at < row && !left && rows_[row].op == kAlloc) {
+        looks_.push_back({at, row});
+      }
+    }
+    std::sort(looks_.begin(), looks_.end());
   }
 
-  // Evictions [i, end), after which other threads went on before the new buffer
-  // counted for which they made room: MLX looked into the cache here. False
-  // where they have another reason.
+  // Follows the looks before row i that found nothing and took nothing.
+  void follow_looks(size_t i) {
+    for (; next_look_ < looks_.size() && looks_[next_look_].at <= i;
+         ++next_look_) {
+      size_t row = looks_[next_look_].row;
+      uint64_t n = policy_.rounded(rows_[row].requested);
+      if (looks_[next_look_].at == i && cache_.find(policy_, n) == kNone &&
+          !reclaims(n)) {
+        looked_.insert(row);
+      }
+    }
+  }
+
+  // Evictions [i, end) that a look of its own place made. False where they have
+  // another reason.
   bool follow_look(size_t i, size_t end) {
-    size_t row = allocation_that_looked(end);
-    if (row == rows_.size()) {
-      return false;
-    }
-    uint64_t n = policy_.rounded(rows_[row].requested);
-    if (cache_.find(policy_, n) != kNone || !reclaims(n) ||
-        !run_begins_with(i, end - i, [&](auto&& visit) {
-          cache_.visit_released(to_reclaim(n), kNone, visit);
-        })) {
-      return false;
-    }
-    if (list_.size() != end - i) {
-      return false;
-    }
-    for (size_t k = i; k < end; ++k) {
-      check(true, k);
-    }
-    evict_all(kReclaimed, -1);
-    looked_ = row;
-    return true;
-  }
-
-  // Whether another thread gave the cache this buffer after MLX had looked into
-  // it for the allocation of row i.
-  bool was_freed_since_look(size_t i, uint32_t number) {
-    size_t left = rows_[i].after_look;
-    for (size_t k = i; number != kNone && left && k-- > 0;) {
-      bool is_event = rows_[k].op < kCallBegins;
-      left -= is_event;
-      if (rows_[k].op == kFree && rows_[k].recorded &&
-          rows_[k].address == buffers_[number].address) {
-        return true;
+    for (size_t k = next_look_; k < looks_.size() && looks_[k].at <= end; ++k) {
+      size_t row = looks_[k].row;
+      uint64_t n = policy_.rounded(rows_[row].requested);
+      if (looks_[k].at != end || cache_.find(policy_, n) != kNone ||
+          !reclaims(n) || !run_begins_with(i, end - i, [&](auto&& visit) {
+            cache_.visit_released(to_reclaim(n), kNone, visit);
+          })) {
+        continue;
       }
+      if (list_.size() != end - i) {
+        continue;
+      }
+      for (size_t eviction = i; eviction < end; ++eviction) {
+        check(true, eviction);
+      }
+      evict_all(kReclaimed, -1);
+      looked_.insert(row);
+      return true;
     }
     return false;
   }
@@ -500,7 +510,9 @@ class Following : public Replay {
   }
 
   std::vector<OpenCall> calls_;
-  size_t looked_ = SIZE_MAX; // row of an allocation that has looked already
+  std::vector<Look> looks_; // by place
+  size_t next_look_ = 0;
+  std::unordered_set<size_t> looked_; // rows of allocations that have looked
   std::vector<size_t> pending_; // evictions of which the reason is to come
 };
 
