@@ -229,6 +229,20 @@ class Extras:
                 "sizes": start.sizes.tolist(),
                 "unknown": start.unknown,
             },
+            "looks": self._looks(entry_of),
+        }
+
+    def _looks(self, entry_of: Callable[[int], int]) -> Entry:
+        """Return how long before some new buffers MLX looked into the cache for them.
+
+        By the entry of the allocation: how many events of other threads came after the
+        look. Where none did, nothing is said.
+        """
+        after = self._recording.events["after_look"]
+        late = np.flatnonzero(after)
+        return {
+            "at": [entry_of(event + 1) - 1 for event in late.tolist()],
+            "after": after[late].tolist(),
         }
 
     def _range(self, span: Range, place: Callable[[Mark], Entry]) -> Entry:

@@ -624,6 +624,21 @@ def test_a_limit_that_changed_unseen_explains_its_evictions() -> None:
     assert totals["evictions"] == 2
 
 
+def test_a_file_tells_when_mlx_looked_into_the_cache() -> None:
+    # GIVEN new buffers, of which one was looked for three events before it counted
+    cpu = Cpu()
+    cpu.drop(cpu.alloc(1000))
+    for _ in range(4):
+        cpu.alloc(5000)
+    recording = cpu.made()
+    recording.events["after_look"][4] = 3
+
+    # WHEN, THEN
+    one, other = of_recording(recording), of_history(from_snapshot(build(recording)))
+    assert one.rows["after_look"].tolist() == [0, 0, 0, 0, 3, 0]
+    assert other.rows["after_look"].tolist() == [0, 0, 0, 0, 3, 0]
+
+
 @pytest.mark.parametrize(
     "edit",
     [
@@ -635,6 +650,10 @@ def test_a_limit_that_changed_unseen_explains_its_evictions() -> None:
         {"cache_at_start": {"addresses": [], "sizes": [], "unknown": -1}},
         {"cache_at_start": {"addresses": [], "sizes": [], "unknown": 2**64}},
         {"cache_at_start": {"addresses": [-1], "sizes": [5], "unknown": 0}},
+        {"looks": {"at": [1], "after": []}},
+        {"looks": {"at": [1], "after": [256]}},
+        {"looks": {"at": [-1], "after": [1]}},
+        {"looks": {"at": [2**70], "after": [1]}},
         {"start_us": -(2**63) - 1},
         {"value": -(2**70)},
         {"value": 2**64},

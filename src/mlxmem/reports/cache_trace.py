@@ -49,6 +49,8 @@ def of_history(history: History) -> Trace:
     rows = np.zeros(len(event), ROW)
     rows["address"], rows["size"] = history.addr[event], history.size[event]
     rows["op"], rows["recorded"] = OPS[action], RECORDED[action]
+    looks = history.looks[np.isin(history.looks[:, 0], event)]
+    rows["after_look"][np.searchsorted(event, looks[:, 0])] = looks[:, 1]
     # Which block an entry made, or ended, and which row made a block.
     begins, ends = np.full((2, len(history) + 1), -1, np.int64)
     inside = np.flatnonzero(blocks["start"] >= 0)

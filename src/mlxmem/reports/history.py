@@ -31,6 +31,7 @@ Entry = Mapping[str, Any]
 _FILE = -(2**31)  # instead of a stream: the entry's own is right
 _MOST_BYTES = 2**60
 _MOST_TRAFFIC = 2**62  # of all entries together, so that no sum leaves 64 bits
+_MOST_AFTER = 255  # events after a look, as in csrc/event.h
 _MOST_FRAMES = 256  # of a stack; the outer ones of a deeper one are left out
 BEGINNING = -1  # `start` of a block that is older than the trace
 UNKNOWN = "unknown"
@@ -207,6 +208,9 @@ class History:
         `allocator_settings` of the snapshot.
     cache_at_start : CacheStart or None
         What was cached before the first entry; None where the file does not tell.
+    looks : ndarray of int64, shape (n, 2)
+        Entries that made a new buffer, and how many events of other threads came after
+        MLX had looked into the cache for it.
     """
 
     name: str
@@ -238,6 +242,7 @@ class History:
     nodes: Nodes | None = None
     settings: Mapping[str, Any] = field(default_factory=dict)
     cache_at_start: CacheStart | None = None
+    looks: Ints = field(default_factory=lambda: np.zeros((0, 2), np.int64))
 
     def __len__(self) -> int:
         """Return the number of entries."""
@@ -480,6 +485,7 @@ class _Reader:
             nodes=self._nodes(),
             settings=self.settings,
             cache_at_start=self._cache_at_start(),
+            looks=self._looks(),
         )
 
     def _kinds(self) -> npt.NDArray[np.uint8]:
@@ -730,6 +736,17 @@ class _Reader:
             np.array(sizes, np.int64),
             unknown,
         )
+
+    def _looks(self) -> Ints:
+        looks = self.extra.get("looks", {"at": [], "after": []})
+        at, after = ([_as_int(value) for value in looks[k]] for k in ("at", "after"))
+        if len(at) != len(after):
+            raise ValueError("looks names more or fewer entries than events after them")
+        if min([*at, *after], default=0) < 0 or max(after, default=0) > _MOST_AFTER:
+            raise ValueError("a number in looks is out of range")
+        if max(at, default=0) >= _MOST_BYTES:
+            raise ValueError("a number in looks is out of range")
+        return np.array([at, after], np.int64).T.reshape(len(at), 2)
 
     def _find_visible(self, blocks: npt.NDArray[np.void]) -> None:
         """Fill in how much of the blocks that live at the end arrays show."""
