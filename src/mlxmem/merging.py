@@ -259,16 +259,16 @@ def _part(snapshot: Entry, extra: Entry, name: str, pool: _Pool) -> _Part:
     (trace,) = snapshot["device_traces"]
     settings = snapshot["allocator_settings"]
     annotations = snapshot["external_annotations"]
+    _check_settings(settings)
+    _check_annotations(annotations)
     rank, size = settings.get("rank"), settings.get("world_size")
     for what, value in (("rank", rank), ("world_size", size)):
         if value is not None and (type(value) is not int or value < 0):
             raise ValueError(f"its {what} is {value!r}"[:80])
     if rank is not None and rank >= (MOST_RANKS if size is None else size):
         raise ValueError(f"it is of rank {rank} of {size}")
-    start_us = extra["start_us"]
-    end_us = trace[-1]["time_us"] if trace else start_us
-    if type(start_us) is not int or type(end_us) is not int:
-        raise TypeError("a time is no int")
+    start_us = _number(extra, "start_us")
+    end_us = _number(trace[-1], "time_us") if trace else start_us
     segments = snapshot["segments"]
     for segment in segments:
         for owner in (segment, *segment["blocks"]):
@@ -287,6 +287,36 @@ def _part(snapshot: Entry, extra: Entry, name: str, pool: _Pool) -> _Part:
         start_us=start_us,
         end_us=max(start_us, end_us),
     )
+
+
+def _check_settings(settings: Entry) -> None:
+    """Raise an error if `_settings` can't use them."""
+    for key in ("trace_alloc_max_entries", "trace_alloc_dropped"):
+        if _number(settings, key) < 0:
+            raise ValueError(f"{key!r} is negative")
+    if type(settings["trace_alloc_overflowed"]) is not bool:
+        raise TypeError("'trace_alloc_overflowed' is no bool")
+    _frozen(settings)  # Raises RecursionError if they hold themselves.
+
+
+def _check_annotations(annotations: list[Entry]) -> None:
+    """Raise an error if they can't be sorted among those of other ranks."""
+    if type(annotations) is not list:
+        raise TypeError("'external_annotations' is no list")
+    for entry in annotations:
+        if type(entry) is not dict:
+            raise TypeError("an annotation is no dict")
+        _number(entry, "time_us")
+
+
+def _number(entry: Entry, key: str) -> int:
+    """Return an entry's number if it is an int of 64 bits."""
+    value = entry[key]
+    if type(value) is not int:
+        raise TypeError(f"{key!r} is no int")
+    if not -(2**63) <= value < 2**63:
+        raise OverflowError(f"{key!r} is out of range")
+    return value
 
 
 def _table(rows: list[Any], pool: _Pool) -> Table:

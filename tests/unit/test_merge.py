@@ -211,7 +211,7 @@ def test_a_missing_rank_is_said_and_keeps_its_number(tmp_path: pathlib.Path) -> 
 
     # THEN
     assert done.exit_code == 0, done.output
-    assert done.stderr == "There is no file of rank 0, 2, 4.\n"
+    assert done.stderr == "There are no files of ranks 0, 2 and 4.\n"
     assert list(map(len, load(out)["device_traces"])) == [0, 8, 0, 8, 0]
     assert history.read(out).device == 1
     assert history.read(out, 3).peak == 4064
@@ -220,6 +220,24 @@ def test_a_missing_rank_is_said_and_keeps_its_number(tmp_path: pathlib.Path) -> 
     assert shown.stderr == (
         f"Error: {out}: the file of rank 2 was not merged into it\n"
     )
+
+
+@pytest.mark.parametrize(
+    ("world_size", "line"),
+    [
+        (2, "There is no file of rank 0."),
+        (3, "There are no files of ranks 0 and 2."),
+        (11, "There are no files of ranks 0, 2, 3, 4, 5, 6, 7, 8, 9 and 10."),
+        (12, "There are no files of ranks 0, 2, 3, 4, 5, 6, 7, 8, 9, 10 and 1 more."),
+    ],
+)
+def test_missing_ranks_are_a_sentence(
+    tmp_path: pathlib.Path, world_size: int, line: str
+) -> None:
+    path = write_rank(tmp_path, 1, world_size)
+    done = run("merge", path, "-o", tmp_path / "all.pickle")
+    assert done.exit_code == 0, done.output
+    assert done.stderr == f"{line}\n"
 
 
 def test_what_is_printed(tmp_path: pathlib.Path) -> None:
@@ -366,6 +384,146 @@ def test_what_does_not_go_together_is_one_line(
     assert not out.exists()
     with pytest.raises(ValueError, match=r"."):
         mlxmem.merge(paths, out)
+
+
+def _setting(key: str, value: object) -> Callable[[Entry], object]:
+    return lambda snapshot: snapshot["allocator_settings"].update({key: value})
+
+
+def _annotations(value: object) -> Callable[[Entry], object]:
+    return lambda snapshot: snapshot.update(external_annotations=value)
+
+
+def _settings_that_hold_themselves(snapshot: Entry) -> None:
+    settings = snapshot["allocator_settings"]
+    settings["self"] = settings
+
+
+@pytest.mark.parametrize(
+    ("edit", "reason"),
+    [
+        (_annotations(None), "TypeError: 'external_annotations' is no list"),
+        (_annotations([1]), "TypeError: an annotation is no dict"),
+        (_annotations([{}]), "KeyError: 'time_us'"),
+        (
+            _annotations([{"time_us": "x"}]),
+            "TypeError: 'time_us' is no int",
+        ),
+        (
+            _setting("trace_alloc_dropped", "abc"),
+            "TypeError: 'trace_alloc_dropped' is no int",
+        ),
+        (
+            _setting("trace_alloc_dropped", -1),
+            "ValueError: 'trace_alloc_dropped' is negative",
+        ),
+        (
+            _setting("trace_alloc_max_entries", "abc"),
+            "TypeError: 'trace_alloc_max_entries' is no int",
+        ),
+        (
+            _setting("trace_alloc_max_entries", 2**63),
+            "OverflowError: 'trace_alloc_max_entries' is out of range",
+        ),
+        (
+            _setting("trace_alloc_overflowed", "abc"),
+            "TypeError: 'trace_alloc_overflowed' is no bool",
+        ),
+        (
+            lambda s: s["allocator_settings"].pop("trace_alloc_dropped"),
+            "KeyError: 'trace_alloc_dropped'",
+        ),
+        (
+            lambda s: s["mlxmem"].update(start_us=10**70),
+            "OverflowError: 'start_us' is out of range",
+        ),
+        (_settings_that_hold_themselves, "RecursionError: "),
+    ],
+)
+@pytest.mark.parametrize("damaged", [0, 1])
+def test_a_wrong_key_is_one_line(
+    tmp_path: pathlib.Path,
+    edit: Callable[[Entry], object],
+    reason: str,
+    damaged: int,
+) -> None:
+    # GIVEN a damaged file and one with an annotation, to replace an older one
+    paths = [write_rank(tmp_path, rank, 2) for rank in (0, 1)]
+    change(paths[1 - damaged], _annotations([{"time_us": 1}]))
+    change(paths[damaged], edit)
+    out = tmp_path / "all.pickle"
+    out.write_bytes(b"older")
+    before = sorted(tmp_path.iterdir())
+
+    # WHEN
+    done = run("merge", *paths, "-o", out)
+    with pytest.raises(SnapshotError) as caught:
+        mlxmem.merge(paths, out)
+
+    # THEN
+    message = f"{paths[damaged]}: not a memory snapshot, {reason}"
+    assert str(caught.value).startswith(message)
+    assert done.exit_code == 1
+    assert done.stderr.startswith(f"Error: {message}")
+    assert done.stderr.count("\n") == 1
+    assert "\n" not in str(caught.value)
+    assert sorted(tmp_path.iterdir()) == before
+    assert out.read_bytes() == b"older"
+
+
+@pytest.mark.parametrize(
+    ("value", "what"),
+    [
+        (99, "format 99"),
+        (0, "format 0"),
+        ("x", "a format"),
+        (True, "a format"),
+        pytest.param(10**70, "a format", id="huge"),
+    ],
+)
+def test_a_format_of_a_later_version_is_refused(
+    tmp_path: pathlib.Path, value: object, what: str
+) -> None:
+    # GIVEN
+    paths = [write_rank(tmp_path, rank, 2) for rank in (0, 1)]
+    change(paths[1], lambda s: s["mlxmem"].update(format=value))
+    out = tmp_path / "all.pickle"
+
+    # WHEN
+    done = run("merge", *paths, "-o", out)
+    with pytest.raises(SnapshotError) as caught:
+        mlxmem.merge(paths, out)
+    shown = run("summary", paths[1])
+
+    # THEN the readers say the same
+    message = (
+        f"{paths[1]}: is of {what} that mlxmem {mlxmem.__version__} does not know; "
+        "update mlxmem"
+    )
+    assert str(caught.value) == message
+    assert done.exit_code == shown.exit_code == 1
+    assert done.stderr == shown.stderr == f"Error: {message}\n"
+    assert not out.exists()
+
+
+@pytest.mark.parametrize("place", ["file", "rank"])
+def test_a_merged_file_of_a_later_version_is_refused(
+    tmp_path: pathlib.Path, place: str
+) -> None:
+    # GIVEN
+    paths = [write_rank(tmp_path, rank, 2) for rank in (0, 1)]
+    out = mlxmem.merge(paths, tmp_path / "all.pickle")
+
+    # WHEN
+    def edit(snapshot: Entry) -> None:
+        extra = snapshot["mlxmem"]
+        (extra if place == "file" else extra["devices"][1])["format"] = 2
+
+    change(out, edit)
+
+    # THEN
+    with pytest.raises(SnapshotError, match=r"is of format 2 that .*; update mlxmem$"):
+        history.read(out)
 
 
 @pytest.mark.parametrize("files", [_of_other_sizes, _of_two_days])

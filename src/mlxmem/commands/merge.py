@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 
 import click
 
@@ -58,6 +59,13 @@ def _print(merged: Merged) -> None:
     path = os.fspath(merged.path)
     click.echo(f"{path}: {format_bytes(os.path.getsize(path))}")
     if merged.missing:
-        some = ", ".join(map(str, merged.missing[:10]))
-        more = ", ..." if len(merged.missing) > 10 else ""
-        click.echo(f"There is no file of rank {some}{more}.", err=True)
+        click.echo(_without_files(merged.missing), err=True)
+
+
+def _without_files(ranks: Sequence[int]) -> str:
+    if len(ranks) == 1:
+        return f"There is no file of rank {ranks[0]}."
+    some = list(map(str, ranks[:10]))
+    more = len(ranks) - len(some)
+    last = f"{more:,} more" if more else some.pop()
+    return f"There are no files of ranks {', '.join(some)} and {last}."

@@ -13,8 +13,10 @@ import pickle
 from typing import Any, BinaryIO, NoReturn
 
 from mlxmem import _pickle_scan
+from mlxmem._version import __version__
 from mlxmem.dump_file import check_path
 from mlxmem.events import no_collector
+from mlxmem.extras import FORMAT
 from mlxmem.frames import text
 
 
@@ -43,8 +45,8 @@ def load(path: str | os.PathLike[str]) -> dict[str, Any]:
     Raises
     ------
     SnapshotError
-        The file is unreadable, truncated, of another kind, or wants to run code. The
-        message names the file and says which.
+        The file is unreadable, truncated, of another kind, of a later mlxmem's format,
+        or wants to run code. The message names the file and says which.
     """
     name = text(check_path(path))
     try:
@@ -81,4 +83,24 @@ def _check(snapshot: Any, name: str) -> dict[str, Any]:
                 f"{name}: not a memory snapshot, it has no list {key!r}; "
                 "mlxmem.dump() and torch.cuda.memory._dump_snapshot() write some"
             )
+    extra = snapshot.get("mlxmem")
+    _check_format(extra, name)
+    devices = extra.get("devices") if isinstance(extra, dict) else None
+    for part in devices if isinstance(devices, list) else ():
+        _check_format(part, name)
     return snapshot
+
+
+def _check_format(extra: Any, name: str) -> None:
+    """Raise SnapshotError if what mlxmem added is of a format not known here."""
+    if not isinstance(extra, dict) or "format" not in extra:
+        return  # PyTorch's
+    found = extra["format"]
+    if type(found) is int and found == FORMAT:
+        return
+    # Anything else would have to be made fit for one line first.
+    known = type(found) is int and 0 <= found < 1_000_000
+    raise SnapshotError(
+        f"{name}: is of {f'format {found}' if known else 'a format'} that mlxmem "
+        f"{__version__} does not know; update mlxmem"
+    )
