@@ -1,5 +1,6 @@
 #include "allocator_tape.h"
 
+#include <algorithm>
 #include <new>
 
 #include "clock.h"
@@ -17,7 +18,7 @@ void TapeNote::fill(uint64_t requested_size, const Origin& origin) const {
   entry->address = address;
   entry->size = size;
   entry->requested_size = requested_size;
-  entry->ticks = TapeClock::ticks();
+  entry->ticks = ticks;
   entry->origin = origin;
   entry->thread_id = current_thread_id();
   entry->did = did;
@@ -26,19 +27,14 @@ void TapeNote::fill(uint64_t requested_size, const Origin& origin) const {
 }
 
 void AllocatorTape::start(const AllocatorWords& words) {
-  // A chunk with an entry that its thread has yet to fill in stays as it is:
-  // that thread will write there.
+  look_after_awaited();
   uint64_t end = writer_.written.load(std::memory_order_relaxed);
-  uint64_t at = read_.load(std::memory_order_relaxed) / kChunk * kChunk;
+  uint64_t first = reader_ ? reader_end_ - kChunk : read_.load();
   for (auto chunk = reader_ ? reader_ : first_.load(); chunk;) {
     auto next = chunk->next.load(std::memory_order_relaxed);
-    bool is_awaited = false;
-    for (size_t i = 0; i < kChunk && at < end; ++i, ++at) {
-      is_awaited = is_awaited || !chunk->entries[i].is_filled(at);
-    }
-    if (!is_awaited) {
-      set_aside(chunk);
-    }
+    chunk->first = std::min(first, end);
+    chunk->end = std::min(first += kChunk, end);
+    let_go(chunk);
     chunk = next;
   }
   begin_at((end + kChunk - 1) / kChunk * kChunk);
@@ -116,6 +112,7 @@ TapeNote AllocatorTape::note(Did did, const void* buffer, uint64_t size) {
   found.number = at;
   found.address = reinterpret_cast<uint64_t>(buffer);
   found.size = size;
+  found.ticks = TapeClock::ticks();
   found.did = did;
   writer_.written.store(at + 1, std::memory_order_release);
   return found;
@@ -139,18 +136,45 @@ bool AllocatorTape::add_chunk() {
 void AllocatorTape::next_chunk_to_read() {
   auto left = reader_;
   reader_ = (left ? left->next : first_).load(std::memory_order_acquire);
-  reader_end_ += kChunk;
   if (left) {
-    set_aside(left);
+    left->first = reader_end_ - kChunk;
+    left->end = reader_end_;
+    let_go(left);
+  }
+  reader_end_ += kChunk;
+}
+
+bool AllocatorTape::is_awaited(const Chunk* chunk) {
+  for (uint64_t at = chunk->first; at < chunk->end; ++at) {
+    if (!chunk->entries[at % kChunk].is_filled(at)) {
+      return true;
+    }
+  }
+  return false;
+}
+
+void AllocatorTape::let_go(Chunk* chunk) {
+  if (is_awaited(chunk)) {
+    chunk->next.store(awaited_, std::memory_order_relaxed);
+    awaited_ = chunk;
+  } else {
+    delete spare_.exchange(chunk, std::memory_order_acq_rel);
   }
 }
 
-void AllocatorTape::set_aside(Chunk* chunk) {
-  delete spare_.exchange(chunk, std::memory_order_acq_rel);
+void AllocatorTape::look_after_awaited() {
+  auto chunk = awaited_;
+  awaited_ = nullptr;
+  while (chunk) {
+    auto next = chunk->next.load(std::memory_order_relaxed);
+    let_go(chunk);
+    chunk = next;
+  }
 }
 
 void AllocatorTape::forget() {
   spare_.store(nullptr, std::memory_order_relaxed);
+  awaited_ = nullptr;
   begin_at(writer_.written.load() / kChunk * kChunk + kChunk);
 }
 

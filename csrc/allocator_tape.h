@@ -41,7 +41,7 @@ struct alignas(64) TapeEntry {
   uint32_t thread_id;
   Did did;
   uint8_t after_look; // of a new buffer, as in Event
-  std::atomic<uint64_t> filled; // 1 more than its number
+  std::atomic<uint64_t> filled{0}; // 1 more than its number
 
   bool is_filled(uint64_t number) const {
     return filled.load(std::memory_order_acquire) == number + 1;
@@ -55,6 +55,7 @@ struct TapeNote {
   uint64_t number = 0;
   uint64_t address = 0;
   uint64_t size = 0;
+  uint64_t ticks = 0;
   Did did = Did::Nothing;
   uint8_t after_look = 0;
 
@@ -108,19 +109,21 @@ class AllocatorTape {
     return read_.load(std::memory_order_relaxed);
   }
   // Hands the entries before `end` to visit, oldest first, up to one that is
-  // not filled in. If visit throws, that entry comes again.
+  // not filled in; skips: that one is left out, for good. If visit throws, the
+  // entry comes again.
   template <typename Visit>
-  void read(uint64_t end, Visit&& visit) {
+  void read(uint64_t end, bool skips, Visit&& visit) {
     uint64_t at = read_.load(std::memory_order_relaxed);
     for (; at < end; ++at) {
       if (!reader_ || at == reader_end_) {
         next_chunk_to_read();
       }
       auto& entry = reader_->entries[at % kChunk];
-      if (!entry.is_filled(at)) {
+      if (entry.is_filled(at)) {
+        visit(entry);
+      } else if (!skips) {
         break;
       }
-      visit(entry);
       read_.store(at + 1, std::memory_order_relaxed);
     }
   }
@@ -133,14 +136,19 @@ class AllocatorTape {
   struct Chunk {
     TapeEntry entries[kChunk];
     std::atomic<Chunk*> next{nullptr};
+    uint64_t first = 0; // of those that somebody may still fill in
+    uint64_t end = 0;
   };
 
   TapeNote note(Did did, const void* buffer, uint64_t size);
   void begin_at(uint64_t number);
   bool add_chunk();
   void next_chunk_to_read();
-  // For the next chunk that is needed; nobody has a pointer into it.
-  void set_aside(Chunk* chunk);
+  static bool is_awaited(const Chunk* chunk);
+  // It was read, or nobody will; first and end are set. It is used again when
+  // nobody has a place in it.
+  void let_go(Chunk* chunk);
+  void look_after_awaited();
 
   // What goes from one processor to the next with the allocator's mutex: one
   // line, no more.
@@ -158,6 +166,7 @@ class AllocatorTape {
   std::atomic<uint64_t> read_{0};
   Chunk* reader_ = nullptr;
   uint64_t reader_end_ = 0; // of its entries
+  Chunk* awaited_ = nullptr; // by threads that are late, linked by next
   alignas(64) std::atomic<Chunk*> spare_{nullptr};
 };
 

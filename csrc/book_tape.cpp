@@ -7,6 +7,7 @@
 
 #include "allocator_tape.h"
 #include "originals.h"
+#include "probes.h"
 #include "session.h"
 
 namespace mlxmem {
@@ -78,13 +79,13 @@ void book_entry(Books& books, const TapeEntry& entry) {
   }
 }
 
-void book_until(Books& books, uint64_t end) {
+void book_until(Books& books, uint64_t end, bool skips) {
+  tape_clock().look();
+  allocator_tape.read(
+      end, skips, [&](const TapeEntry& entry) { book_entry(books, entry); });
   if (allocator_tape.is_incomplete()) {
     throw std::bad_alloc();
   }
-  tape_clock().look();
-  allocator_tape.read(
-      end, [&](const TapeEntry& entry) { book_entry(books, entry); });
 }
 
 } // namespace
@@ -104,10 +105,11 @@ void start_tape(Books& books) {
 }
 
 void book_tape(Books& books) {
-  book_until(books, allocator_tape.end());
+  book_until(books, allocator_tape.end(), false);
 }
 
 void book_whole_tape(Books& books) {
+  fill_own_allocation();
   uint64_t end;
   Counters counters;
   {
@@ -115,17 +117,18 @@ void book_whole_tape(Books& books) {
     end = allocator_tape.end();
     counters = mlx_counters.counters_of(mlx_counters.read_words());
   }
-  constexpr int kTries = 200;
-  for (int i = 0; i < kTries; ++i) {
-    book_until(books, end);
-    if (allocator_tape.position() == end) {
-      books.observe_active(counters.active);
-      books.observe_cache(counters.cache);
-      return;
+  // A thread that has no processor may take its time; one that an exception
+  // took away from its allocation never comes.
+  constexpr int kTries = 2000;
+  for (int i = 0; allocator_tape.position() < end; ++i) {
+    book_until(books, end, i == kTries);
+    if (allocator_tape.position() < end) {
+      timespec pause = {0, 1000000};
+      nanosleep(&pause, nullptr);
     }
-    timespec pause = {0, 100000};
-    nanosleep(&pause, nullptr);
   }
+  books.observe_active(counters.active);
+  books.observe_cache(counters.cache);
 }
 
 } // namespace mlxmem

@@ -13,8 +13,9 @@ void start_tape(Books& books);
 // What was noted so far, up to what its thread has yet to fill in.
 void book_tape(Books& books);
 
-// The same, and waits a moment for such a thread; then the totals must be
-// MLX's.
+// All of it: waits for such a thread up to two seconds, and leaves out what it
+// did not fill in. Then the totals must be MLX's; what they lack is
+// unexplained.
 void book_whole_tape(Books& books);
 
 } // namespace mlxmem

@@ -83,7 +83,8 @@ uint64_t EventClock::compare() {
 
 void TapeClock::start() {
   counts_cycles = linux_keeps_time_by_it() && EventClock::read_moment(&now_);
-  before_ = now_;
+  first_ = now_;
+  ns_per_cycle_ = 0;
 }
 
 void TapeClock::look() {
@@ -92,18 +93,26 @@ void TapeClock::look() {
       moment.cycles <= now_.cycles) {
     return;
   }
-  before_ = now_;
+  auto rate_since = [&](const EventClock::Moment& earlier) {
+    return static_cast<double>(moment.ns - earlier.ns) /
+        static_cast<double>(moment.cycles - earlier.cycles);
+  };
+  double before = ns_per_cycle_;
+  ns_per_cycle_ = rate_since(first_);
+  if (before && std::abs(ns_per_cycle_ / before - 1) > kUneven &&
+      now_.ns - first_.ns > kInterval) {
+    first_ = now_;
+    ns_per_cycle_ = rate_since(first_);
+  }
   now_ = moment;
-  ns_per_cycle_ = static_cast<double>(now_.ns - before_.ns) /
-      static_cast<double>(now_.cycles - before_.cycles);
 }
 
 uint64_t TapeClock::ns_of(uint64_t ticks) const {
   if (!counts_cycles) {
     return ticks;
   }
-  auto passed = static_cast<int64_t>(ticks - before_.cycles);
-  return before_.ns + static_cast<int64_t>(passed * ns_per_cycle_);
+  auto since = static_cast<int64_t>(ticks - now_.cycles);
+  return now_.ns + static_cast<int64_t>(since * ns_per_cycle_);
 }
 
 } // namespace mlxmem

@@ -71,7 +71,7 @@ class EventClock {
 };
 
 // The time of events that are read later than they happen: a thread takes
-// ticks, and the reader places them between two moments at which it looked.
+// ticks, and the reader turns them into time.
 class TapeClock {
  public:
   // Any thread's, also while the others are called.
@@ -86,13 +86,14 @@ class TapeClock {
   // Not synchronised: a session begins; and what happened until now is read.
   void start();
   void look();
-  // CLOCK_MONOTONIC of ticks that lie between the last two looks.
+  // CLOCK_MONOTONIC of ticks of before the last look: exact near it, and else
+  // by the rate since the session began.
   uint64_t ns_of(uint64_t ticks) const;
 
 #if MLXMEM_CYCLE_COUNTER
  private:
   static inline std::atomic<bool> counts_cycles{false};
-  EventClock::Moment before_ = {0, 0};
+  EventClock::Moment first_ = {0, 0};
   EventClock::Moment now_ = {0, 0};
   double ns_per_cycle_ = 0;
 #endif

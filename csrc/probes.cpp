@@ -51,7 +51,11 @@ struct ThreadState {
   TapeNote allocation;
   uint32_t allocation_session = 0;
   TapeNote recycled; // in the hold of the mutex that is under way
-  uint64_t looked_at = 0; // the tape's end when it last released the mutex
+  uint64_t seen_end = 0; // the tape's end when it last released the mutex
+  // Nothing changed then, in this session: it may have been a look into the
+  // cache.
+  bool has_looked = false;
+  uint32_t looked_session = 0;
   bool noted_failure = false; // of the operation
   const void* being_freed = nullptr;
 };
@@ -191,13 +195,15 @@ namespace {
 // seldom one that the program waits for.
 constexpr uint64_t kAfterFree = 256;
 constexpr uint64_t kAfterAllocation = 8192;
+// So many wait for one that is not filled in.
+constexpr uint64_t kTooMany = 1 << 18;
 
 void book_tape_beyond(uint64_t most) {
   // The end as this thread saw it last: it costs nothing to look at.
-  if (allocator_tape.backlog(thread.looked_at) > most &&
-      session.mutex.try_lock()) {
+  uint64_t backlog = allocator_tape.backlog(thread.seen_end);
+  if (backlog > most && session.mutex.try_lock()) {
     if (is_recording()) {
-      book(book_tape);
+      book(backlog > kTooMany ? book_whole_tape : book_tape);
     }
     session.mutex.unlock();
   }
@@ -207,20 +213,31 @@ void book_tape_beyond(uint64_t most) {
 TapeNote take_allocation() {
   TapeNote note = thread.allocation;
   thread.allocation = TapeNote();
-  return thread.allocation_session == session_number() ? note : TapeNote();
+  if (note.entry && thread.allocation_session != session_number()) {
+    note.did = Did::Nothing; // nobody reads it, but its place is free now
+    note.fill();
+    return TapeNote();
+  }
+  return note;
+}
+
+// Nobody will tell its address.
+void fill_older_allocation() {
+  if (auto older = take_allocation(); older.entry) {
+    older.fill(); // under MLX's mutex, perhaps: no stack is taken
+  }
 }
 
 void remember_allocation(const TapeNote& note, uint64_t end) {
-  if (auto older = take_allocation(); older.entry) {
-    older.fill(older.size, origin_of_allocation()); // nobody told its address
-  }
+  fill_older_allocation();
   thread.allocation = note;
   thread.allocation_session = session_number();
   // For a new buffer MLX looks into the cache, releases the mutex, and counts
   // the buffer when it has it.
-  if (note.did == Did::AllocNew) {
+  if (note.did == Did::AllocNew && thread.has_looked &&
+      thread.looked_session == session_number()) {
     thread.allocation.after_look = static_cast<uint8_t>(
-        std::min<uint64_t>(end - 1 - thread.looked_at, 255));
+        std::min<uint64_t>(end - 1 - thread.seen_end, 255));
   }
 }
 
@@ -242,6 +259,7 @@ bool is_of_allocation(void* buffer) {
 }
 
 void* taped_malloc(void* self, size_t size, const Origin& origin) {
+  fill_older_allocation();
   void* buffer = originals.malloc(self, size);
   if (buffer && !is_of_allocation(buffer)) {
     return buffer;
@@ -261,8 +279,10 @@ void taped_free(void* self, void* buffer) {
   thread.being_freed = buffer;
   originals.free(self, buffer);
   thread.being_freed = nullptr;
-  count_node_change();
-  book_tape_beyond(kAfterFree);
+  if (is_recording()) {
+    count_node_change();
+    book_tape_beyond(kAfterFree);
+  }
 }
 
 // A buffer is given to an array. Where the allocator's vtable was not called,
@@ -302,11 +322,13 @@ int probes::mutex_unlock(pthread_mutex_t* mutex) {
       allocator_tape.look(mlx_counters.read_words(), thread.being_freed);
   uint64_t end = allocator_tape.end();
   bool is_incomplete = allocator_tape.is_incomplete();
+  uint32_t number = session_number();
   int result = originals.mutex_unlock(mutex);
 
-  if (is_incomplete) {
+  if (is_incomplete && number == session_number()) {
     end_without_memory();
   }
+  bool did_nothing = !note.entry && !thread.recycled.entry;
   thread.recycled.fill();
   thread.recycled = TapeNote();
   if (note.is_allocation()) {
@@ -314,7 +336,9 @@ int probes::mutex_unlock(pthread_mutex_t* mutex) {
   } else {
     note.fill();
   }
-  thread.looked_at = end;
+  thread.seen_end = end;
+  thread.has_looked = did_nothing;
+  thread.looked_session = number;
   return result;
 }
 
@@ -399,6 +423,13 @@ void* recorded_malloc(void* self, size_t size, const Origin& origin) {
   return buffer;
 }
 
+// What is on the tape came before what is booked by itself.
+void book_earlier(Books& books) {
+  if (originals.tape_mutex) {
+    book_tape(books);
+  }
+}
+
 void* recorded_make_buffer(
     void* self,
     void* pointer,
@@ -408,6 +439,7 @@ void* recorded_make_buffer(
   void* buffer = originals.make_buffer(self, pointer, size);
   if (buffer && is_recording()) {
     book([&](Books& books) {
+      book_earlier(books);
       books.made_buffer(address_of(buffer), size, origin);
     });
   }
@@ -440,7 +472,9 @@ void* noting_failure(size_t size, const Origin& origin, Allocate&& allocate) {
 
 void* probes::malloc(void* self, size_t size) {
   if (passes_through()) {
-    return originals.malloc(self, size);
+    // A session may begin before this ends.
+    return originals.tape_mutex ? taped_malloc(self, size, Origin())
+                                : originals.malloc(self, size);
   }
   Origin origin = origin_of_allocation();
   void* buffer = noting_failure(size, origin, [&] {
@@ -454,11 +488,11 @@ void* probes::malloc(void* self, size_t size) {
 }
 
 void probes::free(void* self, void* buffer) {
+  if (originals.tape_mutex) {
+    return taped_free(self, buffer); // a session may begin before this ends
+  }
   if (!buffer || passes_through()) {
     return originals.free(self, buffer);
-  }
-  if (originals.tape_mutex) {
-    return taped_free(self, buffer);
   }
   AllocatorScope scope;
   if (!is_recording()) {
@@ -508,7 +542,10 @@ void probes::release(void* self, void* buffer) {
   size_t size = originals.size(self, buffer);
   originals.release(self, buffer);
   if (is_recording()) {
-    book([&](Books& books) { books.released(address_of(buffer), size); });
+    book([&](Books& books) {
+      book_earlier(books);
+      books.released(address_of(buffer), size);
+    });
   }
 }
 
@@ -747,6 +784,10 @@ void probes::acquire_gil(void* thread_state) {
 
 void set_traceback_capture_func(TracebackCaptureFunc function) {
   capture_func.store(function);
+}
+
+void fill_own_allocation() {
+  fill_older_allocation();
 }
 
 void set_traceback_tracking(bool on) {

@@ -1,7 +1,8 @@
 // What runs inside MLX while mlxmem is attached. attach.cpp puts these
 // functions in the place of MLX's; each calls the original and, while a session
 // records, notes what happened. The order is always: guard (is this thread
-// inside the allocator already?), flag (does a session record?), work.
+// inside the allocator already? Is it the allocator's mutex?), flag (does a
+// session record?), work.
 
 #pragma once
 
@@ -84,6 +85,10 @@ using UnknownClassHandler = void (*)(void** vtable);
 void set_unknown_class_handler(
     UnknownClassHandler handler,
     const MemoryRange& own_code);
+
+// An allocation of the calling thread of which no array will have the buffer:
+// with the books held, before the tape is read as a whole.
+void fill_own_allocation();
 
 // The traceback id that a node carries; 0 when it was created outside the
 // running session.

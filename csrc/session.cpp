@@ -210,6 +210,8 @@ SessionCopy copy_session(bool with_events) {
   auto& books = session.books;
   if (is_recording()) {
     book(book_counters);
+  } else if (session.out_of_memory && allocator_tape.is_incomplete()) {
+    book(book_tape); // what was noted until the tape had no memory
   }
   copy.totals = books.totals();
   if (with_events) {

@@ -199,29 +199,30 @@ class Following : public Replay {
     }
   }
 
-  // Evictions [i, end) that a look of its own place made. False where they have
-  // another reason.
-  bool follow_look(size_t i, size_t end) {
+  // Evictions from i on, at most to end, that a look of its own place made.
+  // Returns the row to go on with, 0 where they have another reason.
+  size_t follow_look(size_t i, size_t end) {
     for (size_t k = next_look_; k < looks_.size() && looks_[k].at <= end; ++k) {
+      size_t at = looks_[k].at;
       size_t row = looks_[k].row;
       uint64_t n = policy_.rounded(rows_[row].requested);
-      if (looks_[k].at != end || cache_.find(policy_, n) != kNone ||
-          !reclaims(n) || !run_begins_with(i, end - i, [&](auto&& visit) {
+      if (at <= i || cache_.find(policy_, n) != kNone || !reclaims(n) ||
+          !run_begins_with(i, at - i, [&](auto&& visit) {
             cache_.visit_released(to_reclaim(n), kNone, visit);
           })) {
         continue;
       }
-      if (list_.size() != end - i) {
+      if (list_.size() != at - i) {
         continue;
       }
-      for (size_t eviction = i; eviction < end; ++eviction) {
+      for (size_t eviction = i; eviction < at; ++eviction) {
         check(true, eviction);
       }
       evict_all(kReclaimed, -1);
       looked_.insert(row);
-      return true;
+      return at;
     }
-    return false;
+    return 0;
   }
 
   // What the allocator gives back by itself: for a new buffer it stands before
@@ -328,15 +329,15 @@ class Following : public Replay {
   size_t follow_evictions(size_t i) {
     size_t end = i + evictions_from(i);
     if (evicts_when_allocating() && calls_.empty()) {
-      if (follow_look(i, end)) {
-        return end;
+      if (size_t next = follow_look(i, end)) {
+        return next;
       }
       for (size_t k = i; k < end; ++k) {
         pending_.push_back(k);
       }
       return end;
     }
-    return explain_run(i, end - i, end) ? end + 1 : end;
+    return explain_run(i, end - i, end);
   }
 
   // Whether the evictions from row i on, at most `length`, begin with all the
@@ -399,9 +400,10 @@ class Following : public Replay {
   }
 
   // Finds out why the cache gave back the buffers of rows [i, i + length).
-  // `next` is the row after them, or none; true when that was followed, too.
-  bool explain_run(size_t i, size_t length, size_t next) {
-    bool took_next = false;
+  // `next` is the row after them, or none. Returns the row to go on with, which
+  // is another one when that was followed, too.
+  size_t explain_run(size_t i, size_t length, size_t next) {
+    size_t going_on = next;
     while (length) {
       if (explain_by_call(&i, &length, kNone)) {
         continue;
@@ -415,23 +417,22 @@ class Following : public Replay {
         totals_.raced += 1;
         continue;
       }
-      if (!took_next && next < rows_.size() && rows_[next].op == kAlloc &&
+      if (going_on == next && next < rows_.size() && rows_[next].op == kAlloc &&
           rows_[next].recorded) {
         uint32_t taken = cached_at(rows_[next].address);
         uint64_t n = policy_.rounded(rows_[next].requested);
         if (taken != kNone && cache_.find(policy_, n) == taken &&
             explain_by_call(&i, &length, taken)) {
           set_outputs(next);
-          follow_allocation(next);
+          going_on = follow_allocation(next);
           totals_.raced += 1;
-          took_next = true;
           continue;
         }
       }
       explain_without_call(i, length);
-      return took_next;
+      return going_on;
     }
-    return took_next;
+    return going_on;
   }
 
   // Whether a call is under way that has to make the cache give buffers back.

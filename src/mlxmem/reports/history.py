@@ -746,7 +746,7 @@ class _Reader:
             raise ValueError("a number in looks is out of range")
         if max(at, default=0) >= _MOST_BYTES:
             raise ValueError("a number in looks is out of range")
-        return np.array([at, after], np.int64).T.reshape(len(at), 2)
+        return np.stack([np.array(at, np.int64), np.array(after, np.int64)], axis=1)
 
     def _find_visible(self, blocks: npt.NDArray[np.void]) -> None:
         """Fill in how much of the blocks that live at the end arrays show."""
