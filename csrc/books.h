@@ -1,7 +1,8 @@
 // Keeps account of MLX's buffers: turns what the allocator did into events and
 // holds the totals that must equal MLX's own counters at every quiet moment.
 // Not synchronised: the probes hold one lock around the allocator's call and
-// the booking of it, so that the log has the order of the allocator.
+// the booking of it, so that the log has the order of the allocator; on CUDA
+// they book the tape, which has that order.
 
 #pragma once
 

@@ -110,7 +110,7 @@ MLXMEM_API int mlxmem_cache_at_start(
     mlxmem::CachedBuffer* out,
     size_t capacity,
     size_t* count);
-// What the allocator's malloc took in the session. 0: calls of it go unseen.
+// What the allocator's malloc took in the session. 0: it is not measured.
 MLXMEM_API int mlxmem_allocator_times(mlxmem_times* out);
 // nullptr beyond the last primitive.
 MLXMEM_API const char* mlxmem_primitive_name(uint32_t id);

@@ -1,6 +1,6 @@
 // MLX's cache and memory limits as they change during a session. They are seen
 // by value, whoever sets them: a limit that is set and set back between two
-// looks goes unseen. Not synchronised.
+// looks goes unseen, but for CUDA, whose tape has each. Not synchronised.
 
 #pragma once
 

@@ -28,8 +28,8 @@ struct AllocatorWords {
   Limits limits;
 };
 
-// The cache of the CPU's allocator: how many buffers and bytes, and the ends of
-// the list of them, 0 when it is empty.
+// The cache of an allocator that has one: how many buffers and bytes, and the
+// ends of the list of them, 0 when it is empty.
 struct CacheList {
   uint64_t count = 0;
   uint64_t bytes = 0;

@@ -439,7 +439,7 @@ def allocator_times() -> AllocatorTimes | None:
     Returns
     -------
     AllocatorTimes or None
-        None where not every allocation can be seen while it is made: on CUDA.
+        None where that is not measured: on CUDA.
     """
     times = _Times()
     if not _native.mlxmem_allocator_times(ctypes.byref(times)):
