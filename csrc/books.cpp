@@ -41,7 +41,7 @@ void Books::know_cache(const std::vector<CachedBuffer>& buffers) {
   }
 }
 
-void Books::note_limits(const Limits& limits, const Moment& moment) {
+void Books::set_limits(const Limits& limits, const Moment& moment) {
   Position position = position_at(moment.ns);
   LimitChange change = {};
   change.event = position.events;

@@ -90,14 +90,12 @@ class Books {
   // MLX's limits as they are; time_ns: since when at the latest, 0: now.
   void observe_limits(const Limits& limits, uint64_t time_ns = 0) {
     if (limit_changes_.is_new(limits)) {
-      note_limits(
+      set_limits(
           limits, {time_ns ? time_ns : clock_.now_ns(), current_thread_id()});
     }
   }
   // The limits that were set at a moment, where each is seen to be set.
-  void set_limits(const Limits& limits, const Moment& moment) {
-    note_limits(limits, moment);
-  }
+  [[gnu::cold]] void set_limits(const Limits& limits, const Moment& moment);
   const Limits& limits() const {
     return limit_changes_.seen();
   }
@@ -175,7 +173,6 @@ class Books {
     last_ns_ = std::max(last_ns_, ns);
     return {log_.next(), static_cast<int64_t>((last_ns_ - start_ns_) / 1000)};
   }
-  [[gnu::cold]] void note_limits(const Limits& limits, const Moment& moment);
   void allocated_as(
       Action action,
       uint32_t slot,

@@ -221,15 +221,8 @@ TapeNote take_allocation() {
   return note;
 }
 
-// Nobody will tell its address.
-void fill_older_allocation() {
-  if (auto older = take_allocation(); older.entry) {
-    older.fill(); // under MLX's mutex, perhaps: no stack is taken
-  }
-}
-
 void remember_allocation(const TapeNote& note, uint64_t end) {
-  fill_older_allocation();
+  fill_own_allocation();
   thread.allocation = note;
   thread.allocation_session = session_number();
   // For a new buffer MLX looks into the cache, releases the mutex, and counts
@@ -259,7 +252,7 @@ bool is_of_allocation(void* buffer) {
 }
 
 void* taped_malloc(void* self, size_t size, const Origin& origin) {
-  fill_older_allocation();
+  fill_own_allocation();
   void* buffer = originals.malloc(self, size);
   if (buffer && !is_of_allocation(buffer)) {
     return buffer;
@@ -787,7 +780,9 @@ void set_traceback_capture_func(TracebackCaptureFunc function) {
 }
 
 void fill_own_allocation() {
-  fill_older_allocation();
+  if (auto older = take_allocation(); older.entry) {
+    older.fill(); // under MLX's mutex, perhaps: no stack is taken
+  }
 }
 
 void set_traceback_tracking(bool on) {

@@ -86,8 +86,8 @@ void set_unknown_class_handler(
     UnknownClassHandler handler,
     const MemoryRange& own_code);
 
-// An allocation of the calling thread of which no array will have the buffer:
-// with the books held, before the tape is read as a whole.
+// Writes down an allocation of the calling thread of which no array will have
+// the buffer: before its next one, and before the tape is read as a whole.
 void fill_own_allocation();
 
 // The traceback id that a node carries; 0 when it was created outside the

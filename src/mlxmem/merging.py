@@ -22,7 +22,7 @@ from mlxmem.dump_file import check_path
 from mlxmem.events import no_collector
 from mlxmem.extras import FORMAT
 from mlxmem.frames import Entry, text
-from mlxmem.reports.reading import SnapshotError, load
+from mlxmem.reports.reading import DAMAGE, SnapshotError, damaged, load
 from mlxmem.tables import Rows, Shared, Table, row_count
 
 # Ranks begin together; clocks of several hosts differ, and so do their start-ups.
@@ -239,20 +239,8 @@ def _read(name: str, pool: _Pool) -> _Part:
         )
     try:
         return _part(snapshot, extra, shown, pool)
-    # A file of anybody can hold anything anywhere.
-    except (
-        AttributeError,
-        IndexError,
-        KeyError,
-        OverflowError,
-        RecursionError,
-        TypeError,
-        ValueError,
-    ) as error:
-        what = " ".join(text(str(error)).split())
-        raise SnapshotError(
-            f"{shown}: not a memory snapshot, {type(error).__name__}: {what}"
-        ) from error
+    except (*DAMAGE, RecursionError) as error:
+        raise damaged(shown, error) from error
 
 
 def _part(snapshot: Entry, extra: Entry, name: str, pool: _Pool) -> _Part:

@@ -13,13 +13,10 @@ import numpy as np
 import pytest
 import workloads
 from books import Books
-from test_cache_replay import churn, followed, generate, leaf, replayed
+from test_cache_replay import both_traces, churn, followed, generate, leaf, replayed
 
-import mlxmem
 from mlxmem.cache.replay import Followed, follow
 from mlxmem.cache.trace import of_recording
-from mlxmem.reports.cache_trace import of_history
-from mlxmem.reports.history import from_snapshot
 
 pytestmark = pytest.mark.cuda
 
@@ -139,13 +136,7 @@ def test_a_snapshot_gives_the_same_trace() -> None:
         churn(pick, 800, keep)
         mx.set_cache_limit(MiB)
         churn(pick, 60, keep)
-        gc.disable()
-        try:
-            recording, _ = books.read()
-            one = of_recording(recording)
-            other = of_history(from_snapshot(mlxmem.snapshot()))
-        finally:
-            gc.enable()
+        one, other = both_traces(books)
 
     assert one.policy == other.policy
     # A snapshot's addresses are ranges of its own.

@@ -93,6 +93,17 @@ def replayed(recording: Recording) -> Followed:
     return got
 
 
+def both_traces(books: Books) -> tuple[Trace, Trace]:
+    """The trace of the recording and that of its snapshot, of one moment."""
+    gc.disable()
+    try:
+        recording, _ = books.read()
+        one = of_recording(recording)
+        return one, of_history(from_snapshot(mlxmem.snapshot()))
+    finally:
+        gc.enable()
+
+
 def edges(n: int) -> list[int]:
     """Sizes at the ends of the windows around n bytes."""
     near = (n - 1, n, n + 1, 2 * n - 1, 2 * n, n + 2 * PAGE - 1, n + 2 * PAGE)
@@ -336,13 +347,7 @@ def test_a_snapshot_gives_the_same_trace(max_entries: int) -> None:
         mx.clear_cache()
 
         # WHEN it is read in both forms
-        gc.disable()
-        try:
-            recording, _ = books.read()
-            one = of_recording(recording)
-            other = of_history(from_snapshot(mlxmem.snapshot()))
-        finally:
-            gc.enable()
+        one, other = both_traces(books)
 
     # THEN both say the same
     assert np.array_equal(one.rows, other.rows)

@@ -145,7 +145,7 @@ class Following : public Replay {
     }
     size_t next = i + 1;
     if (!policy_.trims_at_once && !calls_.empty()) {
-      adopt_limit(next);
+      agrees_under_a_limit([&] { return trims(next); });
     }
     if (!policy_.trims_at_once && excess()) {
       next = follow_own_evictions(excess(), kTrimmed, limit_set_at_, next);
@@ -261,31 +261,38 @@ class Following : public Replay {
   }
 
   // A cache limit that is being set by another thread holds from somewhere on:
-  // from here, where what was trimmed is seen to be its work.
-  void adopt_limit(size_t next) {
-    auto agrees = [&] {
-      size_t evicted = evictions_from(next);
-      return excess() ? run_begins_with(
-                            next,
-                            evicted,
-                            [&](auto&& visit) {
-                              cache_.visit_released(excess(), kNone, visit);
-                            })
-                      : !evicted;
-    };
+  // from here, where only it makes the recording agree.
+  template <typename Agrees>
+  bool agrees_under_a_limit(Agrees&& agrees) {
+    if (agrees()) {
+      return true;
+    }
     for (auto& call : calls_) {
-      if (call.call != kSetCacheLimit || call.took_effect || agrees()) {
+      if (call.call != kSetCacheLimit || call.took_effect) {
         continue;
       }
       uint64_t before = policy_.cache_limit;
       int64_t before_row = limit_set_at_;
       set_cache_limit(call.value, call.row);
-      call.took_effect = agrees();
-      totals_.raced += call.took_effect;
-      if (!call.took_effect) {
-        set_cache_limit(before, before_row);
+      if (agrees()) {
+        call.took_effect = true;
+        totals_.raced += 1;
+        return true;
       }
+      set_cache_limit(before, before_row);
     }
+    return false;
+  }
+
+  // Whether what stands from row i on is what the cache's limit trims now.
+  bool trims(size_t i) {
+    size_t evicted = evictions_from(i);
+    if (!excess()) {
+      return !evicted;
+    }
+    return run_begins_with(i, evicted, [&](auto&& visit) {
+      cache_.visit_released(excess(), kNone, visit);
+    });
   }
 
   size_t evictions_from(size_t i) const {
@@ -300,21 +307,8 @@ class Following : public Replay {
     const Row& row = rows_[i];
     uint32_t number = end_use(row, row.size);
     uint64_t size = buffers_[number].size;
-    bool agrees = keeps(size) == static_cast<bool>(row.recorded);
-    // A limit that is being set by another thread holds from somewhere on.
-    for (auto& call : calls_) {
-      if (!agrees && call.call == kSetCacheLimit && !call.took_effect) {
-        uint64_t before = policy_.cache_limit;
-        int64_t before_row = limit_set_at_;
-        set_cache_limit(call.value, call.row);
-        agrees = keeps(size) == static_cast<bool>(row.recorded);
-        call.took_effect = agrees;
-        totals_.raced += agrees;
-        if (!agrees) {
-          set_cache_limit(before, before_row);
-        }
-      }
-    }
+    bool agrees = agrees_under_a_limit(
+        [&] { return keeps(size) == static_cast<bool>(row.recorded); });
     check(agrees, i);
     if (row.recorded) {
       buffers_[number].address = row.address;

@@ -21,7 +21,7 @@ from mlxmem import _columns
 from mlxmem.cache.start import CacheStart
 from mlxmem.events import AllocatorTimes, no_collector
 from mlxmem.frames import shown, text
-from mlxmem.reports.reading import SnapshotError, load
+from mlxmem.reports.reading import DAMAGE, SnapshotError, damaged, load
 
 Ints = npt.NDArray[np.int64]
 Mask = npt.NDArray[np.bool_]
@@ -366,19 +366,8 @@ def from_snapshot(
         return _Reader(snapshot, name, device).history()
     except SnapshotError:
         raise
-    # A dict from anywhere can hold anything anywhere.
-    except (
-        AttributeError,
-        IndexError,
-        KeyError,
-        OverflowError,
-        TypeError,
-        ValueError,
-    ) as error:
-        what = " ".join(text(str(error)).split())
-        raise SnapshotError(
-            f"{name}: not a memory snapshot, {type(error).__name__}: {what}"
-        ) from error
+    except DAMAGE as error:
+        raise damaged(name, error) from error
 
 
 class _Reader:

@@ -24,6 +24,18 @@ class SnapshotError(ValueError):
     """A file that can't be read as a memory snapshot; the message is one line."""
 
 
+# What reading a dict from anywhere, which can hold anything anywhere, can raise.
+DAMAGE = (AttributeError, IndexError, KeyError, OverflowError, TypeError, ValueError)
+
+
+def damaged(name: str, error: Exception) -> SnapshotError:
+    """Return the error that says of a file what was found wrong inside it."""
+    what = " ".join(text(str(error)).split())
+    return SnapshotError(
+        f"{name}: not a memory snapshot, {type(error).__name__}: {what}"
+    )
+
+
 class _PlainData(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> NoReturn:
         raise pickle.UnpicklingError(f"it names {module}.{name}")
