@@ -3,6 +3,7 @@
 
 #pragma once
 
+#include <algorithm>
 #include <atomic>
 #include <cstddef>
 #include <cstdint>
@@ -35,7 +36,14 @@ class NodeSamples {
     return interval_.load(std::memory_order_relaxed);
   }
 
-  void add(const NodeSample& sample) {
+  // In the order in which they are taken, also where the clock or a rough
+  // position stepped back meanwhile.
+  void add(NodeSample sample) {
+    if (size_) {
+      const NodeSample& last = samples_[size_ - 1];
+      sample.event = std::max(sample.event, last.event);
+      sample.timestamp_us = std::max(sample.timestamp_us, last.timestamp_us);
+    }
     if (size_ == kMost) {
       thin_out();
     }

@@ -16,16 +16,20 @@ SOURCES = (
 )
 
 
-@pytest.fixture(scope="module")
-def stress(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Build the program that drives it."""
+def build(out: Path, *sources: Path) -> Path:
+    """Compile a program of the sources."""
     compiler = shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")
     if compiler is None:
         pytest.skip("there is no C++ compiler")
-    out = tmp_path_factory.mktemp("node_registry") / "stress"
     command = [compiler, "-std=c++17", "-O2", "-pthread", f"-I{ROOT / 'csrc'}"]
-    subprocess.run([*command, "-o", str(out), *map(str, SOURCES)], check=True)
+    subprocess.run([*command, "-o", str(out), *map(str, sources)], check=True)
     return out
+
+
+@pytest.fixture(scope="module")
+def stress(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Build the program that drives it."""
+    return build(tmp_path_factory.mktemp("node_registry") / "stress", *SOURCES)
 
 
 @pytest.mark.parametrize(
@@ -50,3 +54,17 @@ def test_nodes_are_counted_exactly_and_slots_are_used_again(
 
     # THEN the registry's totals and lists are the same
     assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_samples_never_run_backwards(tmp_path: Path) -> None:
+    # GIVEN three samples, the second one from a rough position a little earlier
+    program = build(
+        tmp_path / "samples", Path(__file__).with_name("node_samples_order.cpp")
+    )
+
+    # WHEN they are taken
+    done = subprocess.run([program], capture_output=True, text=True, check=True)
+
+    # THEN the second keeps its count and lies where the first does
+    samples = [tuple(map(int, line.split())) for line in done.stdout.splitlines()]
+    assert samples == [(5, 100, 1), (5, 100, 2), (6, 101, 3)]
