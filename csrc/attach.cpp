@@ -39,7 +39,7 @@ bool allocates_on_worker(const MlxCore& mlx, void** vtable) {
   if (!mlx.image.contains(vtable)) {
     return true; // an extension's kernel may do anything
   }
-  const char* name = type_of_vtable(vtable)->name;
+  const char* name = type_of_vtable(vtable)->name();
   for (auto known : abi::kAllocatesOnWorker) {
     if (std::strcmp(name, known) == 0) {
       return true;
@@ -367,7 +367,7 @@ std::string backend() {
   if (!attached_mlx.allocator_type) {
     return "";
   }
-  std::string name = attached_mlx.allocator_type->name;
+  std::string name = attached_mlx.allocator_type->name();
   if (name.find(abi::kCudaAllocatorName) != std::string::npos) {
     return "cuda";
   }

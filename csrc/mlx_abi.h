@@ -1,5 +1,6 @@
 // Every fact about MLX's binary interface that mlxmem relies on stands here.
-// The values were read from the wheels of MLX 0.30.6 to 0.32.4 for Linux.
+// The values were read from the wheels of MLX 0.30.6 to 0.32.4, for Linux and,
+// where MLXMEM_MACOS chooses another one, for macOS on arm64.
 // mlx_core.cpp checks symbols, vtables, names and the node's layout on the
 // running process before a word is changed; what a mangled name says of a
 // function's arguments is taken from the name.
@@ -11,6 +12,8 @@
 #include <cstddef>
 #include <cstdint>
 #include <functional>
+
+#include "platform.h"
 
 namespace mlxmem::abi {
 
@@ -34,6 +37,8 @@ enum AllocatorSlot {
 constexpr const char* kAllocatorSymbol = "_ZN3mlx4core9allocator9allocatorEv";
 constexpr const char* kAllocatorTypeSymbol =
     "_ZTIN3mlx4core9allocator9AllocatorE";
+// libmlx.dylib does not export it: there the class is known by its RTTI name.
+constexpr const char* kAllocatorTypeName = "N3mlx4core9allocator9AllocatorE";
 using AllocatorGetter = void* (*)();
 
 // size_t(void), MLX's own counters in bytes.
@@ -104,6 +109,8 @@ enum PrimitiveSlot { kEvalCpu = 0, kEvalGpu = 1, kName = 5 };
 constexpr const char* kPrimitiveTypeSymbol = "_ZTIN3mlx4core9PrimitiveE";
 constexpr const char* kUnaryPrimitiveTypeSymbol =
     "_ZTIN3mlx4core14UnaryPrimitiveE";
+// Nor this one, which is Add's base.
+constexpr const char* kUnaryPrimitiveTypeName = "N3mlx4core14UnaryPrimitiveE";
 constexpr size_t kPrimitiveStream = 8; // Stream: int index, then the device
 
 struct Stream {
@@ -182,16 +189,54 @@ using DescDtor = void (*)(void* self);
 using DescInitFn = void (*)(void* self);
 
 constexpr const char* kDescInitSymbol = "_ZN3mlx4core5array9ArrayDesc4initEv";
-constexpr const char* kDescLeafCtorSymbol =
-    "_ZN3mlx4core5array9ArrayDescC1ENS0_11SmallVectorIiLm10ESaIiEEENS0_"
-    "5DtypeE";
-constexpr const char* kDescNodeCtorSymbol =
-    "_ZN3mlx4core5array9ArrayDescC1ENS0_11SmallVectorIiLm10ESaIiEEENS0_"
-    "5DtypeESt10shared_ptrINS0_9PrimitiveEESt6vectorIS1_SaIS1_EE";
+#if MLXMEM_MACOS
+#define MLXMEM_LEAF_CTOR(which)                        \
+  "_ZN3mlx4core5array9ArrayDesc" which                 \
+  "ENS0_11SmallVectorIiLm10ENSt3__19allocatorIiEEEENS" \
+  "0_5DtypeE"
+#define MLXMEM_NODE_CTOR(which)                               \
+  "_ZN3mlx4core5array9ArrayDesc" which                        \
+  "ENS0_11SmallVectorIiLm10ENSt3__19allocatorIiEEEENS"        \
+  "0_5DtypeENS4_10shared_ptrINS0_9PrimitiveEEENS4_6vectorIS1" \
+  "_NS5_IS1_EEEE"
+// Inside libmlx.dylib either form of a constructor is called.
+constexpr const char* kDescLeafBaseCtorSymbol = MLXMEM_LEAF_CTOR("C2");
+constexpr const char* kDescNodeBaseCtorSymbol = MLXMEM_NODE_CTOR("C2");
+#else
+#define MLXMEM_LEAF_CTOR(which)        \
+  "_ZN3mlx4core5array9ArrayDesc" which \
+  "ENS0_11SmallVectorIiLm10ESaIiEEENS0_5DtypeE"
+#define MLXMEM_NODE_CTOR(which)                  \
+  "_ZN3mlx4core5array9ArrayDesc" which           \
+  "ENS0_11SmallVectorIiLm10ESaIiEEENS0_5DtypeES" \
+  "t10shared_ptrINS0_9PrimitiveEESt6vectorIS1_SaIS1_EE"
+#endif
+constexpr const char* kDescLeafCtorSymbol = MLXMEM_LEAF_CTOR("C1");
+constexpr const char* kDescNodeCtorSymbol = MLXMEM_NODE_CTOR("C1");
+#undef MLXMEM_LEAF_CTOR
+#undef MLXMEM_NODE_CTOR
 constexpr const char* kDescDtorSymbol = "_ZN3mlx4core5array9ArrayDescD1Ev";
 // The same function, which no library of MLX imports by this name; a compiler
 // of an extension may.
 constexpr const char* kDescBaseDtorSymbol = "_ZN3mlx4core5array9ArrayDescD2Ev";
+
+// ---- nodes on macOS, where libmlx calls its own functions directly ---------
+
+// std::make_shared<ArrayDesc>() of libc++: one block of memory by operator new,
+// which both libraries call through a slot; the node follows the block's head.
+constexpr const char* kOperatorNewSymbol = "_Znwm";
+using OperatorNewFn = void* (*)(size_t size);
+constexpr size_t kControlBlockHead = 24;
+constexpr size_t kNodeBlockSize = kControlBlockHead + kDescSize;
+
+// Its class, by RTTI name. The vtable's slot that destroys the node when the
+// last reference goes; the slots are the two destructors, this one, get_deleter
+// and the one that frees the block.
+constexpr const char* kControlBlockTypeName =
+    "NSt3__120__shared_ptr_emplaceIN3mlx4core5array9ArrayDescENS_"
+    "9allocatorIS4_EEEE";
+enum ControlBlockSlot { kOnZeroShared = 2, kControlBlockSlots = 5 };
+using OnZeroSharedFn = void (*)(void* block);
 
 // array::set_data in its three eras. Flags is a one-byte struct in a register;
 // Strides, std::function and Data travel by invisible reference.

@@ -47,7 +47,17 @@ void learn_types(MlxCore& mlx) {
     return static_cast<const TypeInfo*>(required_symbol(mlx.image, symbol));
   };
   mlx.primitive_type = type(abi::kPrimitiveTypeSymbol);
+#if MLXMEM_MACOS
+  auto add = static_cast<void**>(
+      required_symbol(mlx.image, abi::kKnownPrimitives[0].vtable_symbol));
+  auto unary = type_of_vtable(add + 2)->base;
+  require(
+      mlx.image.contains(unary) &&
+          std::strcmp(unary->name(), abi::kUnaryPrimitiveTypeName) == 0,
+      "the type information of Add does not name UnaryPrimitive as its base");
+#else
   auto unary = type(abi::kUnaryPrimitiveTypeSymbol);
+#endif
   require(
       unary->base == mlx.primitive_type,
       "UnaryPrimitive's type information does not name Primitive as its base");
@@ -81,11 +91,12 @@ void check_allocator(MlxCore& mlx) {
       "another copy of mlxmem, patched it?)");
   auto type = type_of_vtable(vtable);
   mlx.allocator_type = type;
-  auto base = static_cast<const TypeInfo*>(
-      required_symbol(mlx.image, abi::kAllocatorTypeSymbol));
+#if !MLXMEM_MACOS
+  required_symbol(mlx.image, abi::kAllocatorTypeSymbol);
+#endif
   require(
       type && mlx.kinds.has_one_base(type) &&
-          mlx.kinds.derives_from(type, base),
+          mlx.kinds.derives_from(type, abi::kAllocatorTypeName),
       "the allocator's class does not derive from "
       "mlx::core::allocator::Allocator alone");
   for (int slot = 0; slot < abi::kAllocatorSlots; ++slot) {
@@ -96,9 +107,9 @@ void check_allocator(MlxCore& mlx) {
             "free, size, make_buffer, release and two destructors expected)");
   }
   originals.allocator = mlx.allocator;
-  bool is_cuda = std::strstr(type->name, abi::kCudaAllocatorName) != nullptr;
+  bool is_cuda = std::strstr(type->name(), abi::kCudaAllocatorName) != nullptr;
   originals.uses_host_memory =
-      !is_cuda && !std::strstr(type->name, abi::kMetalAllocatorName);
+      !is_cuda && !std::strstr(type->name(), abi::kMetalAllocatorName);
   originals.malloc = reinterpret_cast<abi::MallocFn>(vtable[abi::kMalloc]);
   originals.free = reinterpret_cast<abi::FreeFn>(vtable[abi::kFree]);
   originals.size = reinterpret_cast<abi::SizeFn>(vtable[abi::kSize]);
@@ -111,7 +122,7 @@ void check_allocator(MlxCore& mlx) {
   };
   mlx_counters.bind(
       mlx.allocator,
-      type->name,
+      type->name(),
       counter(abi::kActiveMemorySymbol),
       counter(abi::kCacheMemorySymbol),
       counter(abi::kPeakMemorySymbol),
@@ -141,10 +152,12 @@ class DescCheck {
   explicit DescCheck(const MlxCore& mlx) {
     destroy_ = reinterpret_cast<abi::DescDtor>(
         required_symbol(mlx.image, abi::kDescDtorSymbol));
+#if !MLXMEM_MACOS // where no call of it is patched
     require(
         mlx.image.symbol(abi::kDescBaseDtorSymbol) ==
             reinterpret_cast<void*>(destroy_),
         "ArrayDesc has two destructors");
+#endif
     auto leaf = reinterpret_cast<abi::DescLeafCtor>(
         required_symbol(mlx.image, abi::kDescLeafCtorSymbol));
     auto node = reinterpret_cast<abi::DescNodeCtor>(
@@ -308,26 +321,34 @@ void check_imports(const MlxCore& mlx) {
 
 } // namespace
 
-std::vector<void**> primitive_vtables(const Image& image, const MlxCore& mlx) {
-  std::vector<void**> vtables;
+void for_each_vtable(
+    const Image& image,
+    size_t n_slots,
+    const std::function<void(void** vtable)>& visit) {
   for (auto& range : image.constant_data()) {
     auto begin = reinterpret_cast<void**>((range.begin + 7) & ~uintptr_t(7));
     auto end = reinterpret_cast<void**>(range.end);
-    for (auto word = begin; word + abi::kName + 3 <= end; ++word) {
+    for (auto word = begin; word + 2 + n_slots <= end; ++word) {
       auto type = static_cast<const TypeInfo*>(word[1]);
-      if (word[0] != nullptr || !image.contains(type) ||
-          reinterpret_cast<uintptr_t>(type) % alignof(TypeInfo) ||
-          !image.is_code(word[2 + abi::kEvalCpu]) ||
-          !image.is_code(word[2 + abi::kEvalGpu]) ||
-          !image.is_code(word[2 + abi::kName])) {
-        continue;
-      }
-      if (mlx.kinds.is_class(type) &&
-          mlx.kinds.derives_from(type, mlx.primitive_type)) {
-        vtables.push_back(word + 2);
+      if (word[0] == nullptr && image.contains(type) &&
+          reinterpret_cast<uintptr_t>(type) % alignof(TypeInfo) == 0) {
+        visit(word + 2);
       }
     }
   }
+}
+
+std::vector<void**> primitive_vtables(const Image& image, const MlxCore& mlx) {
+  std::vector<void**> vtables;
+  for_each_vtable(image, abi::kName + 1, [&](void** vtable) {
+    auto type = type_of_vtable(vtable);
+    if (image.is_code(vtable[abi::kEvalCpu]) &&
+        image.is_code(vtable[abi::kEvalGpu]) &&
+        image.is_code(vtable[abi::kName]) && mlx.kinds.is_class(type) &&
+        mlx.kinds.derives_from(type, mlx.primitive_type->name())) {
+      vtables.push_back(vtable);
+    }
+  });
   return vtables;
 }
 

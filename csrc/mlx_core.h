@@ -3,6 +3,7 @@
 
 #pragma once
 
+#include <functional>
 #include <string>
 #include <vector>
 
@@ -28,6 +29,13 @@ MlxCore check_mlx_core(const std::vector<Image>& images);
 void* required_symbol(const Image& image, const char* name);
 
 void require(bool holds, const std::string& fact);
+
+// Calls visit(vtable) for what looks like a vtable of so many slots or more, in
+// an image's constant data: the type information lies in the image too.
+void for_each_vtable(
+    const Image& image,
+    size_t n_slots,
+    const std::function<void(void** vtable)>& visit);
 
 // Vtables in the constant data of an image whose class derives from Primitive
 // and can have objects. Most of them are hidden, so they are found by their

@@ -24,6 +24,7 @@ struct Originals {
   abi::UnlockFn mutex_unlock = nullptr;
   abi::DescInitFn desc_init = nullptr;
   abi::DescDtor desc_destroy = nullptr;
+  abi::OperatorNewFn operator_new = nullptr; // of macOS
   abi::SetDataFn set_data = nullptr;
   abi::SetDataLongFn set_data_long = nullptr;
   abi::SetDataOffsetFn set_data_offset = nullptr;

@@ -14,6 +14,11 @@
 #include "session.h"
 #include "threads.h"
 
+#if MLXMEM_MACOS
+#include "control_blocks.h"
+#include "known_sites.h"
+#endif
+
 namespace mlxmem {
 
 Originals originals;
@@ -544,20 +549,36 @@ void probes::release(void* self, void* buffer) {
 
 // ---- arrays --------------------------------------------------------------
 
-void probes::desc_init(void* desc) {
-  originals.desc_init(desc);
-  if (!is_recording()) {
-    return;
-  }
+namespace {
+
+// While a session records.
+[[gnu::always_inline]] inline void note_node(void* desc, bool pending) {
   auto& operation = thread.operation;
   CapturedTraceback captured = operation.primitive_class
       ? CapturedTraceback{operation.traceback, operation.session}
       : capture_or_released();
   set_traceback(desc, captured.id, captured.session);
+  nodes().created(desc, pending);
+  count_node_change();
+}
+
+// Also when no session records any more: its nodes can still be read.
+inline void note_node_gone(void* desc) {
+  if (nodes().destroyed(desc)) {
+    count_node_change();
+  }
+}
+
+} // namespace
+
+void probes::desc_init(void* desc) {
+  originals.desc_init(desc);
+  if (!is_recording()) {
+    return;
+  }
   auto primitive = *reinterpret_cast<void****>(
       static_cast<char*>(desc) + abi::kDescPrimitive);
-  nodes().created(desc, primitive != nullptr);
-  count_node_change();
+  note_node(desc, primitive != nullptr);
 
   // A class of a library that was loaded after the attach.
   if (primitive && !own_code.contains((*primitive)[abi::kEvalCpu])) {
@@ -569,12 +590,33 @@ void probes::desc_init(void* desc) {
 }
 
 void probes::desc_destroy(void* desc) {
-  // Also when no session records any more: its nodes can still be read.
-  if (nodes().destroyed(desc)) {
-    count_node_change();
-  }
+  note_node_gone(desc);
   originals.desc_destroy(desc);
 }
+
+#if MLXMEM_MACOS
+
+void* probes::operator_new(size_t size) {
+  void* block = originals.operator_new(size);
+  if (size != abi::kNodeBlockSize || !is_recording()) {
+    return block;
+  }
+  MadeHere made = made_at(__builtin_return_address(0));
+  if (made != MadeHere::Nothing) {
+    // Its constructor comes later; who reads the nodes meanwhile finds zeros.
+    void* desc = static_cast<char*>(block) + abi::kControlBlockHead;
+    std::memset(desc, 0, abi::kDescSize);
+    note_node(desc, made == MadeHere::Node);
+  }
+  return block;
+}
+
+void destroy_node(void* block, abi::OnZeroSharedFn original) {
+  note_node_gone(static_cast<char*>(block) + abi::kControlBlockHead);
+  original(block);
+}
+
+#endif
 
 TracebackId traceback_of(const void* desc) {
   return desc &&

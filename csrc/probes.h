@@ -39,6 +39,11 @@ void desc_init(void* desc);
 // ~ArrayDesc().
 void desc_destroy(void* desc);
 
+#if MLXMEM_MACOS
+// operator new: a node is about to be constructed, if it is for one.
+void* operator_new(size_t size);
+#endif
+
 // The forms of array::set_data(): a buffer was bound to an array.
 void set_data(void* self, void* buffer, void* deleter);
 void set_data_long(

@@ -4,16 +4,26 @@
 #pragma once
 
 #include <algorithm>
+#include <cstdint>
 #include <cstring>
 #include <typeinfo>
 #include <vector>
+
+#include "platform.h"
 
 namespace mlxmem {
 
 struct TypeInfo {
   void* kind; // which class of type_info this is
-  const char* name;
+  const char* name_word;
   const TypeInfo* base; // of a class with one base
+
+  // On Apple's arm64 the highest bit says that the name is not unique.
+  const char* name() const {
+    constexpr uintptr_t kFlag = MLXMEM_MACOS ? uintptr_t(1) << 63 : 0;
+    return reinterpret_cast<const char*>(
+        reinterpret_cast<uintptr_t>(name_word) & ~kFlag);
+  }
 };
 
 // Tells the kinds of type information apart. A process can hold several copies
@@ -40,10 +50,10 @@ class TypeKinds {
     return contains(no_base_, type->kind) || has_one_base(type);
   }
 
-  // Along single inheritance only.
-  bool derives_from(const TypeInfo* type, const TypeInfo* base) const {
+  // Along single inheritance only; base: an RTTI name.
+  bool derives_from(const TypeInfo* type, const char* base) const {
     for (int depth = 0; type && depth < 16; ++depth) {
-      if (type == base || std::strcmp(type->name, base->name) == 0) {
+      if (std::strcmp(type->name(), base) == 0) {
         return true;
       }
       if (!has_one_base(type)) {

@@ -1,0 +1,105 @@
+#include "platform.h"
+
+#if MLXMEM_MACOS
+
+#include <cstring>
+#include <string>
+
+#include "control_blocks.h"
+#include "macos_nodes.h"
+#include "mlx_abi.h"
+#include "originals.h"
+#include "probes.h"
+#include "rtti.h"
+
+namespace mlxmem {
+
+namespace {
+
+std::vector<NodeConstructor> constructors(const MlxCore& mlx) {
+  std::vector<NodeConstructor> found;
+  auto add = [&](const char* symbol, bool is_leaf) {
+    auto address = required_symbol(mlx.image, symbol);
+    found.push_back({reinterpret_cast<uintptr_t>(address), is_leaf});
+  };
+  add(abi::kDescLeafCtorSymbol, true);
+  add(abi::kDescLeafBaseCtorSymbol, true);
+  add(abi::kDescNodeCtorSymbol, false);
+  add(abi::kDescNodeBaseCtorSymbol, false);
+  return found;
+}
+
+void** operator_new_slot(const Image& image) {
+  void** found = nullptr;
+  image.for_each_import([&](const char* name, void** slot) {
+    if (std::strcmp(name, abi::kOperatorNewSymbol) == 0) {
+      found = slot;
+    }
+  });
+  return found;
+}
+
+std::vector<void**> control_blocks(const MlxCore& mlx, const Image& image) {
+  std::vector<void**> found;
+  for_each_vtable(image, abi::kControlBlockSlots, [&](void** vtable) {
+    auto type = type_of_vtable(vtable);
+    if (image.is_code(vtable[abi::kOnZeroShared]) &&
+        mlx.kinds.has_one_base(type) &&
+        std::strcmp(type->name(), abi::kControlBlockTypeName) == 0) {
+      found.push_back(vtable);
+    }
+  });
+  return found;
+}
+
+} // namespace
+
+NodeMaker find_node_maker(const MlxCore& mlx, const Image& image) {
+  NodeMaker maker;
+  maker.operator_new = operator_new_slot(image);
+  if (!maker.operator_new) {
+    return maker;
+  }
+  maker.nodes = find_node_sites(image, maker.operator_new, constructors(mlx));
+  size_t n = maker.nodes.sites.size();
+  require(
+      n == maker.nodes.constructor_calls,
+      image.path() + " makes nodes at " + std::to_string(n) +
+          " places and constructs them at " +
+          std::to_string(maker.nodes.constructor_calls));
+  if (n) {
+    maker.control_blocks = control_blocks(mlx, image);
+    require(
+        !maker.control_blocks.empty(),
+        image.path() + " makes nodes whose control block is not found");
+  }
+  return maker;
+}
+
+std::vector<Patch> patches_of(const NodeMaker& maker, const Image& image) {
+  std::vector<Patch> patches;
+  if (maker.nodes.sites.empty()) {
+    return patches;
+  }
+  patches.push_back(
+      {reinterpret_cast<void**>(maker.operator_new),
+       *maker.operator_new,
+       reinterpret_cast<void*>(&probes::operator_new),
+       image.base(),
+       "the import slot of operator new"});
+  for (auto vtable : maker.control_blocks) {
+    void* replacement = on_zero_shared_replacement(vtable);
+    require(replacement, "too many libraries make nodes");
+    patches.push_back(
+        {vtable + abi::kOnZeroShared,
+         vtable[abi::kOnZeroShared],
+         replacement,
+         image.base(),
+         "the control block's vtable of a node"});
+  }
+  return patches;
+}
+
+} // namespace mlxmem
+
+#endif
