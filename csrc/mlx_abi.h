@@ -73,6 +73,27 @@ constexpr AllocatorLayout kCpuAllocator =
 constexpr AllocatorLayout kCudaAllocator =
     {"N3mlx4core2cu13CudaAllocatorE", 48, 72, 224, 232, 8, 16384, 8};
 
+// Metal's allocator: eight words that follow one another, and the cached bytes.
+// They are read, and no other word of it.
+struct MetalLayout {
+  size_t memory_limit;
+  size_t cache_memory;
+};
+enum MetalWord {
+  kMetalMemoryLimit,
+  kMetalGcLimit, // from here on the cache is given back for new buffers
+  kMetalActive,
+  kMetalPeak,
+  kMetalCacheLimit,
+  kMetalWiredLimit,
+  kMetalResources, // how many buffers there are, cached ones included
+  kMetalResourceLimit,
+};
+constexpr MetalLayout kMetalAllocators[] = {
+    {200, 64}, // 0.30.6
+    {152, 72}, // from 0.31.2
+};
+
 // BufferCache, at 80 in both: a std::multimap by size, which keeps its count
 // last, and a list of what it holds by age.
 constexpr size_t kCacheCount = 120;

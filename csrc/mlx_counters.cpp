@@ -25,6 +25,9 @@ void MlxCounters::bind(
       layout_ = layout;
     }
   }
+  if (std::strstr(allocator_class, abi::kMetalAllocatorName)) {
+    bind_metal();
+  }
   // Before 0.32.0 there is no cache, and the words lie elsewhere: peak where
   // active is looked for, which are equal at first.
   has_cache_ = knows_layout() && word(abi::kCachePageSize) == layout_->page;
@@ -34,27 +37,74 @@ void MlxCounters::bind(
   auto at = [this](size_t offset) {
     return reinterpret_cast<const uint64_t*>(allocator_ + offset);
   };
+  cache_limit_at_ = layout_->cache_limit;
+  memory_limit_at_ = layout_->memory_limit;
   active_ = CounterWord(active, at(layout_->active));
   cache_ = CounterWord(cache, at(abi::kCacheMemory));
   mutex_word_ = reinterpret_cast<const int*>(allocator_ + layout_->mutex);
 }
 
-bool MlxCounters::knows_layout() const {
-  auto fits = [this] {
-    return word(layout_->memory_limit) == memory_limit_() &&
-        word(layout_->active) == active_.ask() &&
-        word(layout_->peak) == peak_.ask();
-  };
-  if (!layout_ || !memory_limit_) {
-    return false;
-  }
-  // Another thread may allocate between two of the readings.
+namespace {
+
+// Another thread may allocate between two of the readings.
+template <typename Fits>
+bool fits_once(Fits&& fits) {
   for (int i = 0; i < 100; ++i) {
     if (fits()) {
       return true;
     }
   }
   return false;
+}
+
+size_t metal_offset(const abi::MetalLayout& layout, abi::MetalWord word) {
+  return layout.memory_limit + word * sizeof(uint64_t);
+}
+
+} // namespace
+
+bool MlxCounters::knows_layout() const {
+  return layout_ && memory_limit_ && fits_once([this] {
+           return word(layout_->memory_limit) == memory_limit_() &&
+               word(layout_->active) == active_.ask() &&
+               word(layout_->peak) == peak_.ask();
+         });
+}
+
+bool MlxCounters::has_metal_layout(const abi::MetalLayout& layout) const {
+  return memory_limit_ && fits_once([&] {
+           return word(metal_offset(layout, abi::kMetalMemoryLimit)) ==
+               memory_limit_() &&
+               word(metal_offset(layout, abi::kMetalActive)) == active_.ask() &&
+               word(metal_offset(layout, abi::kMetalPeak)) == peak_.ask() &&
+               word(layout.cache_memory) == cache_.ask();
+         });
+}
+
+void MlxCounters::bind_metal() {
+  for (auto& layout : abi::kMetalAllocators) {
+    if (has_metal_layout(layout)) {
+      metal_ = &layout;
+      cache_limit_at_ = metal_offset(layout, abi::kMetalCacheLimit);
+      memory_limit_at_ = metal_offset(layout, abi::kMetalMemoryLimit);
+      return;
+    }
+  }
+}
+
+bool MlxCounters::read_metal(MetalResources* out) const {
+  if (!metal_) {
+    return false;
+  }
+  auto at = [this](abi::MetalWord which) {
+    return word(metal_offset(*metal_, which));
+  };
+  *out = {
+      at(abi::kMetalGcLimit),
+      at(abi::kMetalWiredLimit),
+      at(abi::kMetalResources),
+      at(abi::kMetalResourceLimit)};
+  return true;
 }
 
 uint64_t CounterWord::ask_and_prove() {
@@ -81,9 +131,9 @@ void** MlxCounters::cache_free_word() const {
 
 int64_t MlxCounters::cache_limit() const {
   // Without a cache, before 0.32.0, other members lie here.
-  return has_cache_ && knows_layout()
-      ? static_cast<int64_t>(word(layout_->cache_limit))
-      : -1;
+  bool is_known =
+      metal_ ? has_metal_layout(*metal_) : has_cache_ && knows_layout();
+  return is_known ? static_cast<int64_t>(word(cache_limit_at_)) : -1;
 }
 
 int64_t MlxCounters::ask_memory_limit() const {

@@ -21,6 +21,14 @@ struct Limits {
   uint64_t memory = 0;
 };
 
+// What only Metal's allocator has, as it is now.
+struct MetalResources {
+  uint64_t gc_limit = 0; // bytes
+  uint64_t wired_limit = 0; // bytes
+  uint64_t resources = 0; // buffers, cached ones included
+  uint64_t resource_limit = 0;
+};
+
 // The words of an allocator with a cache, which change under its mutex only.
 struct AllocatorWords {
   uint64_t active = 0; // bytes
@@ -138,12 +146,14 @@ class MlxCounters {
   // The limits as they are, with the books locked. False where the words that
   // hold them are not known.
   bool peek_limits(Limits* out) const {
-    if (!has_cache_) {
+    if (!memory_limit_at_) {
       return false;
     }
-    *out = {word(layout_->cache_limit), word(layout_->memory_limit)};
+    *out = {word(cache_limit_at_), word(memory_limit_at_)};
     return true;
   }
+  // False where these words are not known, or it is another's allocator.
+  bool read_metal(MetalResources* out) const;
   // Whether the words of an allocator with a cache are known.
   bool knows_cache() const {
     return has_cache_;
@@ -177,7 +187,11 @@ class MlxCounters {
   bool mutex_is_free() const {
     return __atomic_load_n(mutex_word_, __ATOMIC_ACQUIRE) == 0;
   }
+  // Whether the words are where a layout says: those of which MLX's functions
+  // tell the values.
   bool knows_layout() const;
+  bool has_metal_layout(const abi::MetalLayout& layout) const;
+  void bind_metal();
   uint64_t not_allocated() const {
     return __atomic_load_n(&not_allocated_, __ATOMIC_RELAXED);
   }
@@ -194,6 +208,9 @@ class MlxCounters {
   const char* allocator_ = nullptr; // the object
   const abi::AllocatorLayout* layout_ = nullptr; // if its class has one
   bool has_cache_ = false; // and its words are where they should be
+  const abi::MetalLayout* metal_ = nullptr; // the same, of Metal's
+  size_t cache_limit_at_ = 0; // 0: not known
+  size_t memory_limit_at_ = 0;
   const int* mutex_word_ = nullptr;
 };
 
