@@ -1,7 +1,8 @@
-// Four kinds of words are changed: import slots of the libraries that use MLX,
+// Five kinds of words are changed: import slots of the libraries that use MLX,
 // the slots of eval_cpu and eval_gpu in each primitive's vtable, the vtable
-// pointer of the allocator object, and the pointers to the functions that its
-// cache calls. Each is a Patch; they are applied together or not at all, and
+// pointer of the allocator object, the pointers to the functions that its
+// cache calls, and on macOS a slot of the control blocks' vtables. Each is a
+// Patch; they are applied together or not at all, and
 // PatchSet::undo() puts them back.
 
 #include "attach.h"
@@ -18,6 +19,10 @@
 #include "originals.h"
 #include "primitive_classes.h"
 #include "probes.h"
+
+#if MLXMEM_MACOS
+#include "macos_nodes.h"
+#endif
 
 namespace mlxmem {
 
@@ -94,6 +99,7 @@ struct Import {
   }
 
 const Import kImports[] = {
+#if !MLXMEM_MACOS // whose libmlx calls them directly
     MLXMEM_IMPORT(abi::kDescInitSymbol, desc_init, true, false),
     MLXMEM_IMPORT(abi::kDescDtorSymbol, desc_destroy, true, false),
     MLXMEM_IMPORT(abi::kDescBaseDtorSymbol, desc_destroy, true, false),
@@ -108,6 +114,7 @@ const Import kImports[] = {
         true),
     MLXMEM_IMPORT(abi::kUnlockSymbol, mutex_unlock, false, true),
     MLXMEM_IMPORT(abi::kEnqueueSymbol, enqueue, true, false),
+#endif
     MLXMEM_IMPORT(abi::kReleaseGilSymbol, release_gil, false, false),
     MLXMEM_IMPORT(abi::kAcquireGilSymbol, acquire_gil, false, false),
 };
@@ -161,8 +168,25 @@ void add_imports(const MlxCore& mlx, const Image& image) {
   }
 }
 
+#if MLXMEM_MACOS
+
+void add_node_maker(const MlxCore& mlx, const Image& image) {
+  const NodeMaker& maker = node_maker(mlx, image);
+  if (maker.nodes.sites.empty() || patches().contains(maker.operator_new)) {
+    return;
+  }
+  for (auto& patch : patches_of(maker, image)) {
+    patches().add(std::move(patch));
+  }
+}
+
+#endif
+
 void add_image(const MlxCore& mlx, const Image& image) {
   add_imports(mlx, image);
+#if MLXMEM_MACOS
+  add_node_maker(mlx, image);
+#endif
   for (auto vtable : primitive_vtables(image, mlx)) {
     add_class(mlx, image, vtable);
   }

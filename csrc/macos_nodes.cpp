@@ -3,9 +3,11 @@
 #if MLXMEM_MACOS
 
 #include <cstring>
+#include <deque>
 #include <string>
 
 #include "control_blocks.h"
+#include "known_sites.h"
 #include "macos_nodes.h"
 #include "mlx_abi.h"
 #include "originals.h"
@@ -52,8 +54,6 @@ std::vector<void**> control_blocks(const MlxCore& mlx, const Image& image) {
   return found;
 }
 
-} // namespace
-
 NodeMaker find_node_maker(const MlxCore& mlx, const Image& image) {
   NodeMaker maker;
   maker.operator_new = operator_new_slot(image);
@@ -76,11 +76,46 @@ NodeMaker find_node_maker(const MlxCore& mlx, const Image& image) {
   return maker;
 }
 
-std::vector<Patch> patches_of(const NodeMaker& maker, const Image& image) {
-  std::vector<Patch> patches;
-  if (maker.nodes.sites.empty()) {
-    return patches;
+// By path and place: a library that is loaded again is the same.
+struct Known {
+  std::string path;
+  uintptr_t base;
+  NodeMaker maker;
+};
+
+std::deque<Known>& known_makers() {
+  static auto* makers = new std::deque<Known>;
+  return *makers;
+}
+
+} // namespace
+
+const NodeMaker& node_maker(const MlxCore& mlx, const Image& image) {
+  for (auto& known : known_makers()) {
+    if (known.base == image.base() && known.path == image.path()) {
+      return known.maker;
+    }
   }
+  NodeMaker found = find_node_maker(mlx, image);
+  known_makers().push_back({image.path(), image.base(), std::move(found)});
+  std::vector<NodeSite> sites;
+  for (auto& known : known_makers()) {
+    auto& more = known.maker.nodes.sites;
+    sites.insert(sites.end(), more.begin(), more.end());
+  }
+  know_sites(sites);
+  return known_makers().back().maker;
+}
+
+std::vector<Patch> patches_of(const NodeMaker& maker, const Image& image) {
+  require(
+      !originals.operator_new ||
+          reinterpret_cast<void*>(originals.operator_new) ==
+              *maker.operator_new,
+      image.path() + " has another operator new");
+  originals.operator_new =
+      reinterpret_cast<abi::OperatorNewFn>(*maker.operator_new);
+  std::vector<Patch> patches;
   patches.push_back(
       {reinterpret_cast<void**>(maker.operator_new),
        *maker.operator_new,

@@ -20,8 +20,9 @@ struct NodeMaker {
 };
 
 // What a library makes nodes with, checked; without any sites when it makes
-// none. Throws AttachError.
-NodeMaker find_node_maker(const MlxCore& mlx, const Image& image);
+// none. Its code is read once, and its sites are known from then on. Under the
+// attach lock. Throws AttachError.
+const NodeMaker& node_maker(const MlxCore& mlx, const Image& image);
 
 // The patches of a library that makes nodes. Throws AttachError.
 std::vector<Patch> patches_of(const NodeMaker& maker, const Image& image);

@@ -8,6 +8,10 @@
 #include "originals.h"
 #include "patch_set.h"
 
+#if MLXMEM_MACOS
+#include "macos_nodes.h"
+#endif
+
 namespace mlxmem {
 
 void require(bool holds, const std::string& fact) {
@@ -299,6 +303,18 @@ void check_primitives(MlxCore& mlx, const std::vector<void**>& vtables) {
   }
 }
 
+#if MLXMEM_MACOS
+
+void check_imports(const MlxCore& mlx) {
+  const NodeMaker& maker = node_maker(mlx, mlx.image);
+  require(
+      maker.operator_new, "libmlx does not call operator new through a slot");
+  require(
+      !maker.nodes.sites.empty(), "libmlx makes nodes at no place of its code");
+}
+
+#else
+
 void check_imports(const MlxCore& mlx) {
   bool init = false;
   bool destructor = false;
@@ -318,6 +334,8 @@ void check_imports(const MlxCore& mlx) {
     require(unlock, "libmlx does not call pthread_mutex_unlock through a slot");
   }
 }
+
+#endif
 
 } // namespace
 
