@@ -1,0 +1,127 @@
+"""Builds the native library for macOS on any machine, with zig's compiler.
+
+What is compiled and with which flags is what setup.py says on a Mac.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import shutil
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+TARGET = "aarch64-macos.14.0"
+WARNINGS = ("-Wall", "-Wextra", "-Wunguarded-availability", "-Werror")
+HINT = "pip install '.[macos-checks]', or `make test-macos`"
+
+# setup() keeps what it was given, and Cython is not called.
+_READ_SETUP = """
+import json, runpy, sys
+import setuptools, Cython.Build
+Cython.Build.cythonize = lambda extensions, **_: extensions
+given = {}
+setuptools.setup = given.update
+sys.platform = "darwin"
+runpy.run_path("setup.py")
+fields = ("name", "sources", "include_dirs", "extra_compile_args", "extra_link_args")
+print(json.dumps([
+    {name: getattr(extension, name) for name in fields}
+    for extension in given["ext_modules"]
+]))
+"""
+
+
+class ToolMissingError(Exception):
+    """There is nothing to compile for macOS with; says how to install it."""
+
+
+def zig() -> list[str]:
+    """Return the command that runs zig.
+
+    Raises
+    ------
+    ToolMissingError
+        Neither the package ziglang nor a program zig is there.
+    """
+    if importlib.util.find_spec("ziglang"):
+        return [sys.executable, "-m", "ziglang"]
+    program = shutil.which("zig")
+    if program is None:
+        raise ToolMissingError(f"zig compiles for macOS; {HINT}")
+    return [program]
+
+
+def extensions_on_a_mac() -> dict[str, dict[str, Any]]:
+    """Return the extensions that setup.py builds there, by name."""
+    done = subprocess.run(
+        [sys.executable, "-c", _READ_SETUP],
+        cwd=ROOT,
+        check=True,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    return {found["name"]: found for found in json.loads(done.stdout)}
+
+
+def compile_object(source: Path, out: Path, *flags: str) -> Path:
+    """Compile one C++ file for macOS; a warning is an error.
+
+    Raises
+    ------
+    subprocess.CalledProcessError
+        It does not compile; the compiler's output is in `stdout`.
+    """
+    command = [*zig(), "c++", "-target", TARGET, *WARNINGS, *flags]
+    subprocess.run(
+        [*command, "-c", str(source), "-o", str(out)],
+        cwd=ROOT,
+        check=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    return out
+
+
+def build_native_dylib(out: Path) -> Path:
+    """Build the whole native library as a dylib for arm64 and return `out`.
+
+    zig links its own libc++ into it, which on a Mac is the system's; and it makes a
+    dylib, where Python's own flags on a Mac make a bundle of the same objects.
+
+    Raises
+    ------
+    ToolMissingError
+        There is no zig.
+    subprocess.CalledProcessError
+        A file does not compile or a symbol is missing; see its `stdout`.
+    """
+    command = [*zig(), "c++", "-target", TARGET, "-shared"]
+    native = extensions_on_a_mac()["mlxmem._native"]
+    flags = [*native["extra_compile_args"]]
+    flags += [f"-I{folder}" for folder in native["include_dirs"]]
+    objects = out.with_suffix(".objects")
+    objects.mkdir(parents=True, exist_ok=True)
+
+    def compiled(source: str) -> Path:
+        return compile_object(
+            Path(source), objects / Path(source).with_suffix(".o").name, *flags
+        )
+
+    with ThreadPoolExecutor(min(4, os.cpu_count() or 1)) as pool:
+        made = list(pool.map(compiled, native["sources"]))
+    subprocess.run(
+        [*command, *native["extra_link_args"], "-o", str(out), *map(str, made)],
+        cwd=ROOT,
+        check=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    return out
