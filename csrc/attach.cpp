@@ -13,6 +13,7 @@
 #include <cstring>
 #include <mutex>
 
+#include "facts.h"
 #include "image.h"
 #include "mlx_abi.h"
 #include "mlx_core.h"
@@ -134,6 +135,7 @@ void add_imports(const MlxCore& mlx, const Image& image) {
     const Import* import;
     void** slot;
   };
+  begin_facts("import slots");
   std::vector<Found> found;
   image.for_each_import([&](const char* name, void** slot) {
     for (auto& import : kImports) {
@@ -151,12 +153,19 @@ void add_imports(const MlxCore& mlx, const Image& image) {
     *import->original = import->in_mlx
         ? required_symbol(mlx.image, import->symbol)
         : dlsym(RTLD_DEFAULT, import->symbol);
-    require(
-        *import->original,
-        std::string("the process does not define ") + import->symbol);
+    if (!import->in_mlx) {
+      require(
+          *import->original,
+          std::string("the process defines ") + import->symbol,
+          place(image, *import->original),
+          std::string("the process does not define ") + import->symbol);
+    }
     // A slot that was never called through still points into its own image.
     require(
         target == *import->original || image.contains(target),
+        std::string("the import slot of ") + import->symbol + " in " +
+            image.path() + " points to the function",
+        place(mlx.image.contains(target) ? mlx.image : image, target),
         std::string("the import slot of ") + import->symbol + " in " +
             image.path() + " does not point to the function");
     patches().add(
@@ -261,6 +270,12 @@ void add_allocator(const MlxCore& mlx) {
 bool attached = false;
 MlxCore attached_mlx;
 
+// Of the last attach that was tried.
+std::vector<Fact>& attach_facts() {
+  static std::vector<Fact>* facts = new std::vector<Fact>;
+  return *facts;
+}
+
 // Libraries that define or use MLX's core, and this one.
 std::vector<Image> images_of_mlx() {
   return Image::loaded([](const Image& image) {
@@ -281,6 +296,23 @@ MemoryRange own_code(const std::vector<Image>& images) {
     }
   }
   return range;
+}
+
+// Checks every fact, which are noted, and prepares the patches; without any
+// when one does not hold.
+MlxCore prepare(const std::vector<Image>& images, std::vector<Fact>* facts) {
+  FactNotes notes(facts);
+  try {
+    MlxCore mlx = check_mlx_core(images);
+    for (auto& image : images) {
+      add_image(mlx, image);
+    }
+    add_allocator(mlx); // last: from here on allocations are seen
+    return mlx;
+  } catch (...) {
+    patches().discard_pending();
+    throw;
+  }
 }
 
 size_t patch_new_images() {
@@ -329,20 +361,31 @@ void attach() {
     return;
   }
   auto images = images_of_mlx();
-  MlxCore mlx = check_mlx_core(images);
-  try {
-    for (auto& image : images) {
-      add_image(mlx, image);
-    }
-    add_allocator(mlx); // last: from here on allocations are seen
-    set_unknown_class_handler(patch_class_of_node, own_code(images));
-    patches().apply();
-  } catch (...) {
-    patches().discard_pending();
-    throw;
-  }
+  MlxCore mlx = prepare(images, &attach_facts());
+  set_unknown_class_handler(patch_class_of_node, own_code(images));
+  patches().apply();
   attached_mlx = mlx;
   attached = true;
+}
+
+Check check_attach() {
+  std::lock_guard<std::mutex> lock(attach_mutex());
+  Check check;
+  if (attached) {
+    check.facts = attach_facts();
+    check.patches = patches().applied();
+    check.is_attached = true;
+  } else {
+    try {
+      prepare(images_of_mlx(), &check.facts);
+      check.patches = patches().pending();
+    } catch (const AttachError& error) {
+      check.refusal = error.what();
+    }
+    patches().discard_pending();
+  }
+  check.images = images_of_mlx();
+  return check;
 }
 
 std::string detach() {

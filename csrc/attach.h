@@ -6,6 +6,8 @@
 #include <string>
 #include <vector>
 
+#include "facts.h"
+#include "image.h"
 #include "patch_set.h"
 
 namespace mlxmem {
@@ -14,6 +16,18 @@ namespace mlxmem {
 // points. Throws AttachError, with nothing changed, when a fact doesn't hold.
 // No effect when attached already.
 void attach();
+
+// What attach() checks and patches.
+struct Check {
+  bool is_attached = false; // then all of it is of the attach
+  std::vector<Fact> facts; // up to the first one that does not hold
+  std::string refusal; // what attach() would say; empty when it would do it
+  std::vector<Patch> patches; // none after a refusal
+  std::vector<Image> images; // that use MLX
+};
+
+// Checks as attach() does and changes no word.
+Check check_attach();
 
 // Restores every word. Returns what could not be restored, empty when all was.
 std::string detach();

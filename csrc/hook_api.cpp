@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <cstdio>
+#include <map>
 #include <memory>
 #include <new>
 
@@ -66,6 +67,15 @@ void handle_forks() {
   (void)registered;
 }
 
+std::string path_of(const Patch& patch, const std::vector<Image>& images) {
+  for (auto& image : images) {
+    if (patch.image_base && image.base() == patch.image_base) {
+      return image.path();
+    }
+  }
+  return "";
+}
+
 template <typename Work>
 int guarded(char* message, size_t message_size, Work&& work) {
   try {
@@ -95,6 +105,33 @@ int mlxmem_attach(char* message, size_t message_size) {
       throw;
     }
     return MLXMEM_OK;
+  });
+}
+
+int mlxmem_check(
+    mlxmem_fact_visitor visit_fact,
+    mlxmem_patch_visitor visit_patch,
+    char* message,
+    size_t message_size) {
+  return guarded(message, message_size, [&] {
+    Check check = check_attach();
+    for (auto& fact : check.facts) {
+      visit_fact(
+          fact.group.c_str(),
+          fact.text.c_str(),
+          fact.found.c_str(),
+          fact.otherwise.c_str(),
+          fact.holds);
+    }
+    std::map<std::pair<std::string, std::string>, uint64_t> counts;
+    for (auto& patch : check.patches) {
+      ++counts[{patch.what, path_of(patch, check.images)}];
+    }
+    for (auto& [place, count] : counts) {
+      visit_patch(place.first.c_str(), place.second.c_str(), count);
+    }
+    write_text(check.refusal, message, message_size);
+    return check.refusal.empty() ? MLXMEM_OK : MLXMEM_UNSUPPORTED;
   });
 }
 

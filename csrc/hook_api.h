@@ -57,12 +57,34 @@ struct mlxmem_times {
   uint64_t reused, reused_ns;
 };
 
+// A fact that attach relies on: what it is about, what it says, what was found,
+// what is said of it where it does not hold, and whether it holds.
+typedef void (*mlxmem_fact_visitor)(
+    const char* group,
+    const char* text,
+    const char* found,
+    const char* otherwise,
+    int holds);
+// Words that attach changes: what they are, of which library, "" for memory
+// that is no library's, and how many.
+typedef void (
+    *mlxmem_patch_visitor)(const char* what, const char* image, uint64_t count);
+
 struct mlxmem_word {
   uint64_t address, original, replacement;
 };
 
 // Checks the running MLX and puts the probes in; no effect when they are in.
 MLXMEM_API int mlxmem_attach(char* message, size_t message_size);
+// Checks the running MLX as mlxmem_attach does, and changes no word of it;
+// while the probes are in, visits what was found when they were put in. The
+// facts end with the first that does not hold: the later ones depend on it.
+// Then there are no patches, and MLXMEM_UNSUPPORTED is returned.
+MLXMEM_API int mlxmem_check(
+    mlxmem_fact_visitor fact,
+    mlxmem_patch_visitor patch,
+    char* message,
+    size_t message_size);
 // Restores every word.
 MLXMEM_API int mlxmem_detach(char* message, size_t message_size);
 // A session can start while attached. max_entries 0: unlimited.

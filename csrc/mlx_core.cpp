@@ -1,12 +1,13 @@
 #include "mlx_core.h"
 
 #include <algorithm>
+#include <cstdio>
 #include <cstdlib>
 #include <cstring>
 
+#include "facts.h"
 #include "mlx_abi.h"
 #include "originals.h"
-#include "patch_set.h"
 
 #if MLXMEM_MACOS
 #include "macos_nodes.h"
@@ -14,39 +15,46 @@
 
 namespace mlxmem {
 
-void require(bool holds, const std::string& fact) {
-  if (!holds) {
-    throw AttachError(fact);
-  }
-}
-
 void* required_symbol(const Image& image, const char* name) {
   void* address = image.symbol(name);
-  require(address, std::string("libmlx does not export ") + name);
+  require(
+      address,
+      std::string("libmlx exports ") + name,
+      place(image, address),
+      std::string("libmlx does not export ") + name);
   return address;
 }
 
 namespace {
 
 MlxCore find_mlx(const std::vector<Image>& images) {
+  begin_facts("MLX's core");
   MlxCore mlx;
-  bool found = false;
+  std::string found;
+  size_t n = 0;
   for (auto& image : images) {
     if (image.symbol(abi::kAllocatorSymbol)) {
-      require(!found, "two MLX cores are loaded in this process");
       mlx.image = image;
-      found = true;
+      found += (n++ ? ", " : "") + image.path();
     }
   }
   require(
+      n != 0,
+      std::string("a loaded library defines ") + abi::kAllocatorSymbol,
       found,
       std::string("no loaded library defines ") + abi::kAllocatorSymbol +
           " (is mlx.core imported?)");
+  require(
+      n == 1,
+      "one MLX core is loaded in this process",
+      found,
+      "two MLX cores are loaded in this process");
   return mlx;
 }
 
 // Primitive has no base, UnaryPrimitive has Primitive.
 void learn_types(MlxCore& mlx) {
+  begin_facts("the types of operations");
   auto type = [&](const char* symbol) {
     return static_cast<const TypeInfo*>(required_symbol(mlx.image, symbol));
   };
@@ -58,12 +66,16 @@ void learn_types(MlxCore& mlx) {
   require(
       mlx.image.contains(unary) &&
           std::strcmp(unary->name(), abi::kUnaryPrimitiveTypeName) == 0,
+      "the type information of Add names UnaryPrimitive as its base",
+      place(mlx.image, unary),
       "the type information of Add does not name UnaryPrimitive as its base");
 #else
   auto unary = type(abi::kUnaryPrimitiveTypeSymbol);
 #endif
   require(
       unary->base == mlx.primitive_type,
+      "UnaryPrimitive's type information names Primitive as its base",
+      place(mlx.image, unary->base),
       "UnaryPrimitive's type information does not name Primitive as its base");
   mlx.kinds.learn(mlx.primitive_type, unary);
 }
@@ -72,11 +84,17 @@ void learn_types(MlxCore& mlx) {
 void check_cache_words(const MlxCore& mlx) {
   require(
       mlx_counters.knows_cache(),
+      "the limits, the counters and the cache's page size lie where they do in "
+      "this class of allocator",
+      "",
       "the limits, the counters and the cache's page size do not lie where "
       "they do in this class of allocator");
+  void* get_size = *mlx_counters.cache_get_size_word();
+  void* free = *mlx_counters.cache_free_invoker_word();
   require(
-      mlx.image.is_code(*mlx_counters.cache_get_size_word()) &&
-          mlx.image.is_code(*mlx_counters.cache_free_invoker_word()),
+      mlx.image.is_code(get_size) && mlx.image.is_code(free),
+      "the cache's functions lie where they do in this class of allocator",
+      place(mlx.image, get_size) + ", " + place(mlx.image, free),
       "the cache's functions do not lie where they do in this class of "
       "allocator");
 }
@@ -84,13 +102,20 @@ void check_cache_words(const MlxCore& mlx) {
 // The allocator's vtable: five functions and two destructors, all of them code
 // of libmlx, of a class derived from mlx::core::allocator::Allocator.
 void check_allocator(MlxCore& mlx) {
+  begin_facts("the allocator");
   auto getter = reinterpret_cast<abi::AllocatorGetter>(
       required_symbol(mlx.image, abi::kAllocatorSymbol));
   mlx.allocator = static_cast<void**>(getter());
-  require(mlx.allocator, "allocator() returns a null pointer");
+  require(
+      mlx.allocator,
+      "allocator() returns an object",
+      place(mlx.image, mlx.allocator),
+      "allocator() returns a null pointer");
   auto vtable = static_cast<void**>(*mlx.allocator);
   require(
       mlx.image.contains(vtable),
+      "the allocator's vtable lies in libmlx",
+      place(mlx.image, vtable),
       "the allocator's vtable does not lie in libmlx (has another tool, or "
       "another copy of mlxmem, patched it?)");
   auto type = type_of_vtable(vtable);
@@ -101,11 +126,17 @@ void check_allocator(MlxCore& mlx) {
   require(
       type && mlx.kinds.has_one_base(type) &&
           mlx.kinds.derives_from(type, abi::kAllocatorTypeName),
+      "the allocator's class derives from mlx::core::allocator::Allocator "
+      "alone",
+      type ? type->name() : "no type information",
       "the allocator's class does not derive from "
       "mlx::core::allocator::Allocator alone");
   for (int slot = 0; slot < abi::kAllocatorSlots; ++slot) {
     require(
         mlx.image.is_code(vtable[slot]),
+        "slot " + std::to_string(slot) +
+            " of the allocator's vtable is a function of libmlx",
+        place(mlx.image, vtable[slot]),
         "slot " + std::to_string(slot) +
             " of the allocator's vtable is not a function of libmlx (malloc, "
             "free, size, make_buffer, release and two destructors expected)");
@@ -146,7 +177,11 @@ void check_empty_buffer(const MlxCore& mlx) {
   if (buffer) {
     originals.free(mlx.allocator, buffer);
   }
-  require(size == 0, "malloc(0) of the allocator gives a buffer with a size");
+  require(
+      size == 0,
+      "malloc(0) of the allocator gives no buffer, or one without a size",
+      buffer ? "size " + std::to_string(size) : "no buffer",
+      "malloc(0) of the allocator gives a buffer with a size");
 }
 
 // ArrayDesc's layout: constructs one for a shape and a dtype that are known,
@@ -154,12 +189,15 @@ void check_empty_buffer(const MlxCore& mlx) {
 class DescCheck {
  public:
   explicit DescCheck(const MlxCore& mlx) {
+    begin_facts("array nodes");
     destroy_ = reinterpret_cast<abi::DescDtor>(
         required_symbol(mlx.image, abi::kDescDtorSymbol));
 #if !MLXMEM_MACOS // where no call of it is patched
+    void* other = mlx.image.symbol(abi::kDescBaseDtorSymbol);
     require(
-        mlx.image.symbol(abi::kDescBaseDtorSymbol) ==
-            reinterpret_cast<void*>(destroy_),
+        other == reinterpret_cast<void*>(destroy_),
+        "ArrayDesc has one destructor by two names",
+        place(mlx.image, other),
         "ArrayDesc has two destructors");
 #endif
     auto leaf = reinterpret_cast<abi::DescLeafCtor>(
@@ -177,6 +215,8 @@ class DescCheck {
     check("a leaf");
     require(
         pointer(abi::kDescPrimitive) == nullptr,
+        "ArrayDesc: a leaf has no primitive",
+        bytes(abi::kDescPrimitive, 8),
         "ArrayDesc: a leaf has a primitive");
     destroy_(memory_);
 
@@ -190,10 +230,16 @@ class DescCheck {
     check("a node");
     require(
         pointer(abi::kDescPrimitive) == this,
+        "ArrayDesc: the primitive is at offset 200",
+        pointer(abi::kDescPrimitive) == this ? "the one that it was given"
+                                             : bytes(abi::kDescPrimitive, 8),
         "ArrayDesc: the primitive is not at offset 200");
     require(
         node_status == abi::kUnscheduled && leaf_status != node_status &&
             leaf_status < 8,
+        "ArrayDesc: the status is at offset 216",
+        std::to_string(leaf_status) + " of a leaf, " +
+            std::to_string(node_status) + " of a node",
         "ArrayDesc: the status is not at offset 216");
     std::memset(memory_ + abi::kDescPrimitive, 0, 2 * sizeof(void*));
     destroy_(memory_);
@@ -230,45 +276,106 @@ class DescCheck {
   }
 
   void check(const std::string& what) const {
-    auto begin =
-        static_cast<char*>(pointer(abi::kDescShape + abi::kSmallVectorBegin));
-    auto end =
-        static_cast<char*>(pointer(abi::kDescShape + abi::kSmallVectorEnd));
-    require(
-        end - begin == 3 * sizeof(int) && inside(begin) &&
-            std::memcmp(begin, "\3\0\0\0\5\0\0\0\7\0\0\0", 12) == 0,
-        "ArrayDesc: the shape of " + what + " is not at offset 0");
-    begin =
-        static_cast<char*>(pointer(abi::kDescStrides + abi::kSmallVectorBegin));
-    end = static_cast<char*>(pointer(abi::kDescStrides + abi::kSmallVectorEnd));
+    int shape[3] = {3, 5, 7};
     int64_t strides[3] = {35, 7, 1};
-    require(
-        end - begin == sizeof(strides) && inside(begin) &&
-            std::memcmp(begin, strides, sizeof(strides)) == 0,
-        "ArrayDesc: the strides of " + what + " are not at offset 72");
-    require(
+    check_at(
+        abi::kDescShape,
+        "the shape",
+        "is",
+        what,
+        holds_vector(abi::kDescShape, shape, sizeof(shape)),
+        vector_bytes(abi::kDescShape));
+    check_at(
+        abi::kDescStrides,
+        "the strides",
+        "are",
+        what,
+        holds_vector(abi::kDescStrides, strides, sizeof(strides)),
+        vector_bytes(abi::kDescStrides));
+    check_at(
+        abi::kDescElements,
+        "the number of elements",
+        "is",
+        what,
         word(abi::kDescElements) == 105 && word(abi::kDescElements + 4) == 0,
-        "ArrayDesc: the number of elements of " + what +
-            " is not at offset 184");
-    require(
+        bytes(abi::kDescElements, 8));
+    check_at(
+        abi::kDescDtype,
+        "the dtype",
+        "is",
+        what,
         word(abi::kDescDtype) == 11 && memory_[abi::kDescDtype + 4] == 4,
-        "ArrayDesc: the dtype of " + what + " is not at offset 192");
-    uint32_t untouched = kPattern * 0x01010101u;
-    require(
-        word(abi::kDescStatusPadding) == untouched,
-        "ArrayDesc: the bytes after the status of " + what + " are written");
-    require(
-        word(abi::kDescTracerPadding) == untouched,
-        "ArrayDesc: the bytes after is_tracer of " + what + " are written");
-    require(
+        bytes(abi::kDescDtype, 5));
+    check_untouched(
+        abi::kDescStatusPadding, "the bytes after the status of " + what);
+    check_untouched(
+        abi::kDescTracerPadding, "the bytes after is_tracer of " + what);
+    check_at(
+        abi::kDescData,
+        "the data",
+        "is",
+        what,
         pointer(abi::kDescData) == nullptr,
-        "ArrayDesc: the data of " + what + " is not at offset 272");
+        bytes(abi::kDescData, 8));
+    check_untouched(abi::kDescTailPadding, "the last four bytes of " + what);
+    auto end = memory_ + abi::kDescSize;
     require(
-        word(abi::kDescTailPadding) == untouched,
-        "ArrayDesc: the last four bytes of " + what + " are written");
-    for (size_t i = abi::kDescSize; i < sizeof(memory_); ++i) {
-      require(memory_[i] == kPattern, "ArrayDesc is larger than 368 bytes");
+        std::all_of(
+            end,
+            memory_ + sizeof(memory_),
+            [](unsigned char byte) { return byte == kPattern; }),
+        "ArrayDesc is not larger than 368 bytes",
+        bytes(abi::kDescSize, 8),
+        "ArrayDesc is larger than 368 bytes");
+  }
+
+  // "the shape of a leaf is at offset 0"
+  void check_at(
+      size_t offset,
+      const char* member,
+      const char* verb,
+      const std::string& what,
+      bool holds,
+      const std::string& found) const {
+    auto begin =
+        std::string("ArrayDesc: ") + member + " of " + what + " " + verb;
+    auto end = "at offset " + std::to_string(offset);
+    require(holds, begin + " " + end, found, begin + " not " + end);
+  }
+
+  void check_untouched(size_t offset, const std::string& what) const {
+    require(
+        word(offset) == kPattern * 0x01010101u,
+        "ArrayDesc: " + what + " are not written",
+        bytes(offset, 4),
+        "ArrayDesc: " + what + " are written");
+  }
+
+  // Whether a SmallVector with these numbers, in itself, lies there.
+  bool holds_vector(size_t offset, const void* numbers, ptrdiff_t size) const {
+    auto begin = static_cast<char*>(pointer(offset + abi::kSmallVectorBegin));
+    auto end = static_cast<char*>(pointer(offset + abi::kSmallVectorEnd));
+    return end - begin == size && inside(begin) &&
+        std::memcmp(begin, numbers, size) == 0;
+  }
+
+  // What the vector there holds, or where it points to.
+  std::string vector_bytes(size_t offset) const {
+    auto begin = static_cast<char*>(pointer(offset + abi::kSmallVectorBegin));
+    auto end = static_cast<char*>(pointer(offset + abi::kSmallVectorEnd));
+    return inside(begin) && inside(end) && begin < end
+        ? bytes(reinterpret_cast<unsigned char*>(begin) - memory_, end - begin)
+        : bytes(offset + abi::kSmallVectorBegin, 2 * sizeof(void*));
+  }
+
+  std::string bytes(size_t offset, size_t size) const {
+    std::string text;
+    char hex[4];
+    for (size_t i = offset; i < offset + size; ++i) {
+      std::snprintf(hex, sizeof(hex), " %02x", memory_[i]);
+      text += hex;
     }
+    return text.substr(1);
   }
 
   bool inside(const char* address) const {
@@ -281,6 +388,7 @@ class DescCheck {
 };
 
 void check_primitives(MlxCore& mlx, const std::vector<void**>& vtables) {
+  begin_facts("operations");
   unsigned char no_object[256] = {};
   for (auto& known : abi::kKnownPrimitives) {
     auto table =
@@ -289,15 +397,24 @@ void check_primitives(MlxCore& mlx, const std::vector<void**>& vtables) {
     require(
         std::find(vtables.begin(), vtables.end(), vtable) != vtables.end(),
         std::string("the vtable of ") + known.name +
+            " is found by its type information",
+        "one of " + std::to_string(vtables.size()) + " classes",
+        std::string("the vtable of ") + known.name +
             " is not found by its type information");
     // name() of these classes returns a literal and reads no member.
     auto name = reinterpret_cast<abi::NameFn>(vtable[abi::kName]);
     require(
         mlx.image.contains(reinterpret_cast<void*>(name)),
+        std::string("name() of ") + known.name + " is code of libmlx",
+        place(mlx.image, reinterpret_cast<void*>(name)),
         std::string("name() of ") + known.name + " is not code of libmlx");
     const char* text = name(no_object);
+    bool is_literal = text && mlx.image.contains(text);
     require(
-        text && mlx.image.contains(text) && std::strcmp(text, known.name) == 0,
+        is_literal && std::strcmp(text, known.name) == 0,
+        std::string("slot 5 of the vtable of ") + known.name +
+            " returns its name",
+        is_literal ? text : place(mlx.image, text),
         std::string("slot 5 of the vtable of ") + known.name +
             " does not return its name");
   }
@@ -306,32 +423,50 @@ void check_primitives(MlxCore& mlx, const std::vector<void**>& vtables) {
 #if MLXMEM_MACOS
 
 void check_imports(const MlxCore& mlx) {
+  begin_facts("import slots");
   const NodeMaker& maker = node_maker(mlx, mlx.image);
   require(
-      maker.operator_new, "libmlx does not call operator new through a slot");
+      maker.operator_new,
+      "libmlx calls operator new through a slot",
+      place(mlx.image, maker.operator_new),
+      "libmlx does not call operator new through a slot");
   require(
-      !maker.nodes.sites.empty(), "libmlx makes nodes at no place of its code");
+      !maker.nodes.sites.empty(),
+      "libmlx makes nodes at places of its code",
+      std::to_string(maker.nodes.sites.size()),
+      "libmlx makes nodes at no place of its code");
 }
 
 #else
 
 void check_imports(const MlxCore& mlx) {
-  bool init = false;
-  bool destructor = false;
-  bool set_data = false;
-  bool unlock = false;
-  mlx.image.for_each_import([&](const char* name, void**) {
-    init = init || std::strcmp(name, abi::kDescInitSymbol) == 0;
-    destructor = destructor || std::strcmp(name, abi::kDescDtorSymbol) == 0;
-    set_data = set_data || std::strcmp(name, abi::kSetDataSymbol) == 0 ||
-        std::strcmp(name, abi::kSetDataOwnedSymbol) == 0;
-    unlock = unlock || std::strcmp(name, abi::kUnlockSymbol) == 0;
+  begin_facts("import slots");
+  void** init = nullptr;
+  void** destructor = nullptr;
+  void** set_data = nullptr;
+  void** unlock = nullptr;
+  mlx.image.for_each_import([&](const char* name, void** slot) {
+    auto note = [&](const char* symbol, void*** found) {
+      *found = std::strcmp(name, symbol) == 0 ? slot : *found;
+    };
+    note(abi::kDescInitSymbol, &init);
+    note(abi::kDescDtorSymbol, &destructor);
+    note(abi::kSetDataSymbol, &set_data);
+    note(abi::kSetDataOwnedSymbol, &set_data);
+    note(abi::kUnlockSymbol, &unlock);
   });
-  require(init, "libmlx does not call ArrayDesc::init through a slot");
-  require(destructor, "libmlx does not call ~ArrayDesc through a slot");
+  auto called_through = [&](void** slot, const std::string& function) {
+    require(
+        slot,
+        "libmlx calls " + function + " through a slot",
+        place(mlx.image, slot),
+        "libmlx does not call " + function + " through a slot");
+  };
+  called_through(init, "ArrayDesc::init");
+  called_through(destructor, "~ArrayDesc");
   if (originals.tape_mutex) {
-    require(set_data, "libmlx does not call array::set_data through a slot");
-    require(unlock, "libmlx does not call pthread_mutex_unlock through a slot");
+    called_through(set_data, "array::set_data");
+    called_through(unlock, "pthread_mutex_unlock");
   }
 }
 

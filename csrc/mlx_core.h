@@ -7,6 +7,7 @@
 #include <string>
 #include <vector>
 
+#include "facts.h"
 #include "image.h"
 #include "rtti.h"
 
@@ -27,8 +28,6 @@ MlxCore check_mlx_core(const std::vector<Image>& images);
 
 // Throws AttachError when the core does not export the symbol.
 void* required_symbol(const Image& image, const char* name);
-
-void require(bool holds, const std::string& fact);
 
 // Calls visit(vtable) for what looks like a vtable of so many slots or more, in
 // an image's constant data: the type information lies in the image too.

@@ -50,6 +50,9 @@ class PatchSet {
   void drop_unloaded(const std::vector<uintptr_t>& loaded_bases);
 
   bool contains(void* const* address) const;
+  const std::vector<Patch>& pending() const {
+    return pending_;
+  }
   const std::vector<Patch>& applied() const {
     return applied_;
   }

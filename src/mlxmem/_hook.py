@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import importlib.util
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -57,6 +58,8 @@ RAW_LIMIT_CHANGE = np.dtype(
     ]
 )
 _MOST_LIMIT_CHANGES = 10_000
+_FACT_VISITOR = ctypes.CFUNCTYPE(None, *[ctypes.c_char_p] * 4, ctypes.c_int)
+_PATCH_VISITOR = ctypes.CFUNCTYPE(None, *[ctypes.c_char_p] * 2, ctypes.c_uint64)
 _FAILURE_HANDLER = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
 _failure_handler: Callable[[], None] | None = None
 _c_failure_handler: Any = None
@@ -122,6 +125,35 @@ class _Word(ctypes.Structure):
 
 
 @dataclass(frozen=True)
+class Fact:
+    """A fact about the running MLX that attach() relies on."""
+
+    group: str  # what it is about
+    text: str
+    found: str  # an address, a name, a number; may be empty
+    otherwise: str  # what is said of it where it does not hold
+    holds: bool
+
+
+@dataclass(frozen=True)
+class PatchedWords:
+    """Words of one kind in one library that attach() changes."""
+
+    what: str
+    library: str  # its path; "" for memory that is no library's
+    count: int
+
+
+@dataclass(frozen=True)
+class Check:
+    """What attach() checks and changes, or would."""
+
+    facts: list[Fact]  # up to the first one that does not hold
+    patches: list[PatchedWords]  # none when one does not hold
+    refusal: str  # what attach() says; "" where it works
+
+
+@dataclass(frozen=True)
 class Totals:
     """The session's totals by the books. Bytes, microseconds and counts.
 
@@ -160,6 +192,7 @@ def _load() -> ctypes.CDLL:
     text = [ctypes.c_char_p, ctypes.c_size_t]
     for name, result, arguments in (
         ("attach", ctypes.c_int, text),
+        ("check", ctypes.c_int, [_FACT_VISITOR, _PATCH_VISITOR, *text]),
         ("detach", ctypes.c_int, text),
         ("start_session", None, [ctypes.c_uint64]),
         ("stop_session", None, []),
@@ -204,6 +237,16 @@ def _load() -> ctypes.CDLL:
 _native = _load()
 
 
+def known_to_work() -> str:
+    """Return a clause that says with which versions of MLX mlxmem works."""
+    if sys.platform == "darwin":
+        return (
+            f"For MLX {VERSIONS_KNOWN_TO_WORK} on macOS mlxmem is built and statically "
+            "verified, not yet run on a Mac"
+        )
+    return f"MLX {VERSIONS_KNOWN_TO_WORK} on Linux are known to work"
+
+
 def attach(mlx_version: str) -> None:
     """Check the running MLX and put the probes in; no effect when they are in.
 
@@ -220,9 +263,46 @@ def attach(mlx_version: str) -> None:
     if status != _OK:
         raise UnsupportedMLXError(
             f"mlxmem cannot record this MLX ({mlx_version}): {_text(message)}. "
-            f"Nothing was changed. MLX {VERSIONS_KNOWN_TO_WORK} on Linux are known to "
-            "work; install one of these or a newer mlxmem."
+            f"Nothing was changed. {known_to_work()}; install one of these or a newer "
+            "mlxmem. Please report this with the output of `mlxmem doctor`."
         )
+
+
+def check() -> Check:
+    """Check the running MLX as attach() does, and change nothing.
+
+    While the probes are in, this is what attach() found and what it changed.
+
+    Raises
+    ------
+    MemoryError
+    """
+    facts: list[Fact] = []
+    patches: list[PatchedWords] = []
+
+    def add_fact(
+        group: bytes, text: bytes, found: bytes, otherwise: bytes, holds: int
+    ) -> None:
+        facts.append(
+            Fact(
+                _decoded(group),
+                _decoded(text),
+                _decoded(found),
+                _decoded(otherwise),
+                bool(holds),
+            )
+        )
+
+    def add_patch(what: bytes, image: bytes, count: int) -> None:
+        patches.append(PatchedWords(_decoded(what), _decoded(image), count))
+
+    message = ctypes.create_string_buffer(1024)
+    status = _native.mlxmem_check(
+        _FACT_VISITOR(add_fact), _PATCH_VISITOR(add_patch), message, len(message)
+    )
+    if status == _NO_MEMORY:
+        raise MemoryError("mlxmem cannot check MLX")
+    return Check(facts, patches, _text(message))
 
 
 def detach() -> None:
@@ -535,4 +615,8 @@ def _records(address: int | None, n: int, dtype: np.dtype[np.void]) -> Records:
 
 
 def _text(buffer: ctypes.Array[ctypes.c_char]) -> str:
-    return buffer.value.decode(errors="replace")
+    return _decoded(buffer.value)
+
+
+def _decoded(text: bytes) -> str:
+    return text.decode(errors="replace")

@@ -1,0 +1,68 @@
+#include "facts.h"
+
+#include <algorithm>
+#include <cinttypes>
+#include <cstdio>
+
+#include "patch_set.h"
+
+namespace mlxmem {
+
+namespace {
+
+FactNotes* notes = nullptr;
+
+} // namespace
+
+void require(
+    bool holds,
+    const std::string& text,
+    const std::string& found,
+    const std::string& otherwise) {
+  if (notes) {
+    Fact fact{notes->group_, text, found, otherwise, holds};
+    auto& facts = *notes->facts_;
+    if (std::find(facts.begin(), facts.end(), fact) == facts.end()) {
+      facts.push_back(std::move(fact));
+    }
+  }
+  if (!holds) {
+    throw AttachError(otherwise);
+  }
+}
+
+void require(bool holds, const std::string& otherwise) {
+  require(holds, "not: " + otherwise, "", otherwise);
+}
+
+void begin_facts(const char* group) {
+  if (notes) {
+    notes->group_ = group;
+  }
+}
+
+FactNotes::FactNotes(std::vector<Fact>* facts) : facts_(facts) {
+  facts_->clear();
+  notes = this;
+}
+
+FactNotes::~FactNotes() {
+  notes = nullptr;
+}
+
+std::string place(const Image& image, const void* address) {
+  if (!address) {
+    return "nothing";
+  }
+  auto number = reinterpret_cast<uintptr_t>(address);
+  std::string file;
+  if (image.contains(address)) {
+    file = image.path().substr(image.path().rfind('/') + 1) + "+";
+    number -= image.base();
+  }
+  char text[32];
+  std::snprintf(text, sizeof(text), "0x%" PRIxPTR, number);
+  return file + text;
+}
+
+} // namespace mlxmem
