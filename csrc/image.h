@@ -1,5 +1,6 @@
 // A shared library or program that is loaded in this process: its symbols, its
-// import slots, its memory ranges. One implementation file per platform.
+// import slots, its memory ranges. image.cpp holds what is the same everywhere;
+// there is one implementation file for each format of images.
 
 #pragma once
 
@@ -10,6 +11,8 @@
 #include <vector>
 
 namespace mlxmem {
+
+struct ImageTables; // what an image format keeps of its tables
 
 struct MemoryRange {
   uintptr_t begin = 0;
@@ -43,6 +46,9 @@ class Image {
   }
   // The executable range around an address, an empty one when there is none.
   MemoryRange code_of(const void* address) const;
+  const std::vector<MemoryRange>& code() const {
+    return code_;
+  }
   // From the first mapped byte to the last.
   MemoryRange span() const;
 
@@ -71,11 +77,7 @@ class Image {
   std::vector<MemoryRange> mapped_;
   std::vector<MemoryRange> code_;
   std::vector<MemoryRange> constant_data_;
-  const void* symbols_ = nullptr;
-  const char* names_ = nullptr;
-  const uint32_t* gnu_hash_ = nullptr;
-  const void* import_relocations_ = nullptr;
-  size_t import_relocations_size_ = 0;
+  std::shared_ptr<const ImageTables> tables_;
 };
 
 } // namespace mlxmem

@@ -1,13 +1,24 @@
-#include "image.h"
+#include "platform.h"
+
+#if !MLXMEM_MACOS
 
 #include <dlfcn.h>
 #include <elf.h>
 #include <link.h>
 
-#include <algorithm>
 #include <cstring>
 
+#include "image.h"
+
 namespace mlxmem {
+
+struct ImageTables {
+  const ElfW(Sym) * symbols = nullptr;
+  const char* names = nullptr;
+  const uint32_t* gnu_hash = nullptr;
+  const ElfW(Rela) * import_relocations = nullptr;
+  size_t import_relocations_size = 0;
+};
 
 namespace {
 
@@ -74,24 +85,26 @@ class ImageReader {
     auto absolute = [&](ElfW(Addr) address) {
       return address < info.dlpi_addr ? address + info.dlpi_addr : address;
     };
+    auto tables = std::make_shared<ImageTables>();
     bool rela = true;
     for (auto* entry = dynamic; entry->d_tag != DT_NULL; ++entry) {
       auto address = absolute(entry->d_un.d_ptr);
       switch (entry->d_tag) {
         case DT_SYMTAB:
-          image->symbols_ = reinterpret_cast<const void*>(address);
+          tables->symbols = reinterpret_cast<const ElfW(Sym)*>(address);
           break;
         case DT_STRTAB:
-          image->names_ = reinterpret_cast<const char*>(address);
+          tables->names = reinterpret_cast<const char*>(address);
           break;
         case DT_GNU_HASH:
-          image->gnu_hash_ = reinterpret_cast<const uint32_t*>(address);
+          tables->gnu_hash = reinterpret_cast<const uint32_t*>(address);
           break;
         case DT_JMPREL:
-          image->import_relocations_ = reinterpret_cast<const void*>(address);
+          tables->import_relocations =
+              reinterpret_cast<const ElfW(Rela)*>(address);
           break;
         case DT_PLTRELSZ:
-          image->import_relocations_size_ = entry->d_un.d_val;
+          tables->import_relocations_size = entry->d_un.d_val;
           break;
         case DT_PLTREL:
           rela = entry->d_un.d_val == DT_RELA;
@@ -99,9 +112,10 @@ class ImageReader {
       }
     }
     if (!rela) {
-      image->import_relocations_size_ = 0;
+      tables->import_relocations_size = 0;
     }
-    return image->symbols_ && image->names_;
+    image->tables_ = tables;
+    return tables->symbols && tables->names;
   }
 
   const std::function<bool(const Image&)>& wanted_;
@@ -143,43 +157,17 @@ bool Image::keep_loaded() {
   return dlinfo(handle, RTLD_DI_LINKMAP, &map) == 0 && map->l_addr == base_;
 }
 
-bool Image::contains(const void* address) const {
-  for (auto& range : mapped_) {
-    if (range.contains(address)) {
-      return true;
-    }
-  }
-  return false;
-}
-
-MemoryRange Image::code_of(const void* address) const {
-  for (auto& range : code_) {
-    if (range.contains(address)) {
-      return range;
-    }
-  }
-  return MemoryRange();
-}
-
-MemoryRange Image::span() const {
-  MemoryRange span = mapped_.empty() ? MemoryRange() : mapped_.front();
-  for (auto& range : mapped_) {
-    span.begin = std::min(span.begin, range.begin);
-    span.end = std::max(span.end, range.end);
-  }
-  return span;
-}
-
 void* Image::symbol(const char* name) const {
-  if (!gnu_hash_) {
+  auto table = tables_ ? tables_->gnu_hash : nullptr;
+  if (!table) {
     return nullptr;
   }
-  uint32_t n_buckets = gnu_hash_[0];
-  uint32_t first = gnu_hash_[1];
-  uint32_t bloom_words = gnu_hash_[2];
-  auto* buckets = gnu_hash_ + 4 + bloom_words * (sizeof(ElfW(Addr)) / 4);
+  uint32_t n_buckets = table[0];
+  uint32_t first = table[1];
+  uint32_t bloom_words = table[2];
+  auto* buckets = table + 4 + bloom_words * (sizeof(ElfW(Addr)) / 4);
   auto* chain = buckets + n_buckets;
-  auto* symbols = static_cast<const ElfW(Sym)*>(symbols_);
+  auto* symbols = tables_->symbols;
   uint32_t h = gnu_hash(name);
   uint32_t i = n_buckets ? buckets[h % n_buckets] : 0;
   if (i < first) {
@@ -188,7 +176,7 @@ void* Image::symbol(const char* name) const {
   for (;; ++i) {
     uint32_t entry = chain[i - first];
     if ((entry | 1) == (h | 1) && symbols[i].st_shndx != SHN_UNDEF &&
-        std::strcmp(names_ + symbols[i].st_name, name) == 0) {
+        std::strcmp(tables_->names + symbols[i].st_name, name) == 0) {
       return reinterpret_cast<void*>(base_ + symbols[i].st_value);
     }
     if (entry & 1) { // the chain's last entry
@@ -199,17 +187,21 @@ void* Image::symbol(const char* name) const {
 
 void Image::for_each_import(
     const std::function<void(const char* name, void** slot)>& visit) const {
-  auto* relocation = static_cast<const ElfW(Rela)*>(import_relocations_);
-  size_t n = import_relocations_size_ / sizeof(ElfW(Rela));
-  auto* symbols = static_cast<const ElfW(Sym)*>(symbols_);
+  if (!tables_) {
+    return;
+  }
+  auto* relocation = tables_->import_relocations;
+  size_t n = tables_->import_relocations_size / sizeof(ElfW(Rela));
   for (size_t i = 0; i < n; ++i) {
     if (ELF64_R_TYPE(relocation[i].r_info) == kJumpSlot) {
-      auto& symbol = symbols[ELF64_R_SYM(relocation[i].r_info)];
+      auto& symbol = tables_->symbols[ELF64_R_SYM(relocation[i].r_info)];
       visit(
-          names_ + symbol.st_name,
+          tables_->names + symbol.st_name,
           reinterpret_cast<void**>(base_ + relocation[i].r_offset));
     }
   }
 }
 
 } // namespace mlxmem
+
+#endif
