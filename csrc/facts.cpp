@@ -31,10 +31,6 @@ void require(
   }
 }
 
-void require(bool holds, const std::string& otherwise) {
-  require(holds, "not: " + otherwise, "", otherwise);
-}
-
 void begin_facts(const char* group) {
   if (notes) {
     notes->group_ = group;
@@ -50,6 +46,10 @@ FactNotes::~FactNotes() {
   notes = nullptr;
 }
 
+std::string file_name(const Image& image) {
+  return image.path().substr(image.path().rfind('/') + 1);
+}
+
 std::string place(const Image& image, const void* address) {
   if (!address) {
     return "nothing";
@@ -57,7 +57,7 @@ std::string place(const Image& image, const void* address) {
   auto number = reinterpret_cast<uintptr_t>(address);
   std::string file;
   if (image.contains(address)) {
-    file = image.path().substr(image.path().rfind('/') + 1) + "+";
+    file = file_name(image) + "+";
     number -= image.base();
   }
   char text[32];

@@ -30,9 +30,6 @@ void require(
     const std::string& found,
     const std::string& otherwise);
 
-// The same of a fact that has no text of its own yet.
-void require(bool holds, const std::string& otherwise);
-
 // What the next facts are about.
 void begin_facts(const char* group);
 
@@ -56,6 +53,8 @@ class FactNotes {
   const char* group_ = "";
   std::vector<Fact>* facts_;
 };
+
+std::string file_name(const Image& image);
 
 // An address as found: "libmlx.so+0x12345" inside the image, else the number.
 std::string place(const Image& image, const void* address);

@@ -7,6 +7,7 @@
 #include <string>
 
 #include "control_blocks.h"
+#include "facts.h"
 #include "known_sites.h"
 #include "macos_nodes.h"
 #include "mlx_abi.h"
@@ -61,19 +62,30 @@ NodeMaker find_node_maker(const MlxCore& mlx, const Image& image) {
     return maker;
   }
   maker.nodes = find_node_sites(image, maker.operator_new, constructors(mlx));
-  size_t n = maker.nodes.sites.size();
-  require(
-      n == maker.nodes.constructor_calls,
-      image.path() + " makes nodes at " + std::to_string(n) +
-          " places and constructs them at " +
-          std::to_string(maker.nodes.constructor_calls));
-  if (n) {
+  if (!maker.nodes.sites.empty()) {
     maker.control_blocks = control_blocks(mlx, image);
-    require(
-        !maker.control_blocks.empty(),
-        image.path() + " makes nodes whose control block is not found");
   }
   return maker;
+}
+
+void check(const NodeMaker& maker, const Image& image) {
+  std::string library = file_name(image);
+  std::string sites = std::to_string(maker.nodes.sites.size());
+  std::string calls = std::to_string(maker.nodes.constructor_calls);
+  require(
+      maker.nodes.sites.size() == maker.nodes.constructor_calls,
+      library + " makes as many nodes as it constructs",
+      sites + " of " + calls,
+      library + " makes nodes at " + sites + " places and constructs them at " +
+          calls);
+  if (!maker.nodes.sites.empty()) {
+    require(
+        !maker.control_blocks.empty(),
+        library + " has a vtable for the control block of a node",
+        maker.control_blocks.empty() ? "nothing"
+                                     : place(image, maker.control_blocks[0]),
+        library + " makes nodes whose control block is not found");
+  }
 }
 
 // By path and place: a library that is loaded again is the same.
@@ -93,10 +105,12 @@ std::deque<Known>& known_makers() {
 const NodeMaker& node_maker(const MlxCore& mlx, const Image& image) {
   for (auto& known : known_makers()) {
     if (known.base == image.base() && known.path == image.path()) {
+      check(known.maker, image);
       return known.maker;
     }
   }
   NodeMaker found = find_node_maker(mlx, image);
+  check(found, image);
   known_makers().push_back({image.path(), image.base(), std::move(found)});
   std::vector<NodeSite> sites;
   for (auto& known : known_makers()) {
@@ -108,11 +122,14 @@ const NodeMaker& node_maker(const MlxCore& mlx, const Image& image) {
 }
 
 std::vector<Patch> patches_of(const NodeMaker& maker, const Image& image) {
+  std::string library = file_name(image);
   require(
       !originals.operator_new ||
           reinterpret_cast<void*>(originals.operator_new) ==
               *maker.operator_new,
-      image.path() + " has another operator new");
+      library + " calls the same operator new",
+      place(image, *maker.operator_new),
+      library + " has another operator new");
   originals.operator_new =
       reinterpret_cast<abi::OperatorNewFn>(*maker.operator_new);
   std::vector<Patch> patches;
@@ -124,7 +141,11 @@ std::vector<Patch> patches_of(const NodeMaker& maker, const Image& image) {
        "the import slot of operator new"});
   for (auto vtable : maker.control_blocks) {
     void* replacement = on_zero_shared_replacement(vtable);
-    require(replacement, "too many libraries make nodes");
+    require(
+        replacement,
+        "there is a function for each control block's vtable",
+        library,
+        "too many libraries make nodes");
     patches.push_back(
         {vtable + abi::kOnZeroShared,
          vtable[abi::kOnZeroShared],

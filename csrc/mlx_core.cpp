@@ -105,7 +105,15 @@ void check_allocator(MlxCore& mlx) {
   begin_facts("the allocator");
   auto getter = reinterpret_cast<abi::AllocatorGetter>(
       required_symbol(mlx.image, abi::kAllocatorSymbol));
-  mlx.allocator = static_cast<void**>(getter());
+  try {
+    mlx.allocator = static_cast<void**>(getter());
+  } catch (const std::exception& error) { // there is no GPU, say
+    require(
+        false,
+        "allocator() can be called",
+        error.what(),
+        std::string("MLX can't make its allocator: ") + error.what());
+  }
   require(
       mlx.allocator,
       "allocator() returns an object",
