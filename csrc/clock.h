@@ -22,9 +22,14 @@ inline uint64_t clock_ns(clockid_t clock) {
   return t.tv_sec * 1000000000ull + t.tv_nsec;
 }
 
-// The time of the events' timestamps.
+// The time of the events' timestamps; it stands still while the machine sleeps.
 inline uint64_t monotonic_ns() {
+#if defined(__APPLE__)
+  // CLOCK_MONOTONIC goes on in sleep there, and counts whole microseconds.
+  return clock_gettime_nsec_np(CLOCK_UPTIME_RAW);
+#else
   return clock_ns(CLOCK_MONOTONIC);
+#endif
 }
 
 // The same time, read by the processor's cycle counter where Linux itself keeps
@@ -86,7 +91,7 @@ class TapeClock {
   // Not synchronised: a session begins; and what happened until now is read.
   void start();
   void look();
-  // CLOCK_MONOTONIC of ticks of before the last look: exact near it, and else
+  // monotonic_ns() of ticks of before the last look: exact near it, and else
   // by the rate since the session began.
   uint64_t ns_of(uint64_t ticks) const;
 

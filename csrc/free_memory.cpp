@@ -11,6 +11,8 @@
 #if defined(__linux__)
 #include <fcntl.h>
 #include <unistd.h>
+#elif defined(__APPLE__)
+#include <mach/mach.h>
 #endif
 
 namespace mlxmem {
@@ -123,9 +125,34 @@ int64_t free_cuda_memory() {
   return -1;
 }
 
+#if defined(__APPLE__)
+
+// The limit that os_proc_available_memory() tells is one of iOS.
+int64_t free_host_memory() {
+  mach_port_t host = mach_host_self();
+  vm_statistics64_data_t pages;
+  mach_msg_type_number_t count = HOST_VM_INFO64_COUNT;
+  vm_size_t page = 0;
+  bool is_known = host_page_size(host, &page) == KERN_SUCCESS &&
+      host_statistics64(
+          host,
+          HOST_VM_INFO64,
+          reinterpret_cast<host_info64_t>(&pages),
+          &count) == KERN_SUCCESS;
+  mach_port_deallocate(mach_task_self(), host);
+  // Inactive ones are taken before the system compresses or swaps.
+  return is_known ? static_cast<int64_t>(pages.free_count) * page +
+          static_cast<int64_t>(pages.inactive_count) * page
+                  : -1;
+}
+
+#else
+
 int64_t free_host_memory() {
   return -1;
 }
+
+#endif
 
 #endif
 

@@ -4,7 +4,29 @@
 
 #include <algorithm>
 
+#include "platform.h"
+
 namespace mlxmem {
+
+namespace {
+
+// Memory full of zeros; at a place that was mapped so before, if given.
+void* map_zeros(size_t size, void* place = nullptr) {
+  int flags = MAP_PRIVATE | MAP_ANONYMOUS | (place ? MAP_FIXED : 0);
+  void* memory = mmap(place, size, PROT_READ | PROT_WRITE, flags, -1, 0);
+  return memory == MAP_FAILED ? nullptr : memory;
+}
+
+// Gives the memory back, and leaves zeros.
+bool make_zeros(void* memory, size_t size) {
+#if MLXMEM_MACOS
+  return map_zeros(size, memory); // MADV_DONTNEED may keep the contents there
+#else
+  return madvise(memory, size, MADV_DONTNEED) == 0;
+#endif
+}
+
+} // namespace
 
 void NodeRegistry::clear(uint32_t epoch) {
   node_threads::prepare();
@@ -14,8 +36,7 @@ void NodeRegistry::clear(uint32_t epoch) {
     if (!entries) {
       break;
     }
-    // Gives the memory back, and leaves zeros.
-    if (madvise(entries, kChunk * sizeof(Entry), MADV_DONTNEED) != 0) {
+    if (!make_zeros(entries, kChunk * sizeof(Entry))) {
       std::fill_n(reinterpret_cast<uint64_t*>(entries), kChunk, 0);
     }
   }
@@ -159,14 +180,8 @@ uint32_t NodeRegistry::take_fresh(const NodeThread* thread) {
     }
     auto& chunk = chunks_[slot >> kChunkBits];
     if (!chunk.load(std::memory_order_acquire)) {
-      void* memory = mmap(
-          nullptr,
-          kChunk * sizeof(Entry),
-          PROT_READ | PROT_WRITE,
-          MAP_PRIVATE | MAP_ANONYMOUS,
-          -1,
-          0);
-      if (memory == MAP_FAILED) {
+      void* memory = map_zeros(kChunk * sizeof(Entry));
+      if (!memory) {
         return 0;
       }
       Entry* none = nullptr;

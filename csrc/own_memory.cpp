@@ -5,6 +5,8 @@
 #include <fcntl.h>
 #include <sys/uio.h>
 #include <unistd.h>
+#elif defined(__APPLE__)
+#include <mach/mach.h>
 #endif
 
 #include <algorithm>
@@ -83,6 +85,29 @@ bool read_own_memory(
     (*readable)[at] = file.read(addresses[at], size, target + at * size);
   }
   return file.is_open();
+}
+
+#elif defined(__APPLE__)
+
+// A call for each: there is none that reads several places.
+bool read_own_memory(
+    const std::vector<const void*>& addresses,
+    size_t size,
+    void* out,
+    std::vector<bool>* readable) {
+  auto target = reinterpret_cast<vm_address_t>(out);
+  readable->assign(addresses.size(), false);
+  for (size_t i = 0; i < addresses.size(); ++i, target += size) {
+    vm_size_t copied = 0;
+    kern_return_t status = vm_read_overwrite(
+        mach_task_self(),
+        reinterpret_cast<vm_address_t>(addresses[i]),
+        size,
+        target,
+        &copied);
+    (*readable)[i] = status == KERN_SUCCESS && copied == size;
+  }
+  return true;
 }
 
 #else

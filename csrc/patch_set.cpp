@@ -1,74 +1,35 @@
 #include "patch_set.h"
 
-#include <sys/mman.h>
-#include <unistd.h>
-
 #include <algorithm>
-#include <cerrno>
 #include <cinttypes>
 #include <cstdio>
-#include <cstring>
+
+#include "page_protection.h"
 
 namespace mlxmem {
 
 namespace {
 
-struct Mapping {
-  uintptr_t begin;
-  uintptr_t end;
-  int protection;
-};
-
-// The process's memory mappings, in address order, as the kernel has them.
-std::vector<Mapping> memory_mappings() {
-  std::vector<Mapping> mappings;
-  FILE* maps = std::fopen("/proc/self/maps", "re");
-  if (!maps) {
-    throw AttachError(
-        std::string("/proc/self/maps cannot be read: ") + std::strerror(errno));
-  }
-  char line[512];
-  bool line_start = true;
-  while (std::fgets(line, sizeof(line), maps)) {
-    Mapping m;
-    char flags[5];
-    if (line_start &&
-        std::sscanf(
-            line, "%" SCNxPTR "-%" SCNxPTR " %4s", &m.begin, &m.end, flags) ==
-            3) {
-      m.protection = (flags[0] == 'r' ? PROT_READ : 0) |
-          (flags[1] == 'w' ? PROT_WRITE : 0) |
-          (flags[2] == 'x' ? PROT_EXEC : 0);
-      mappings.push_back(m);
-    }
-    line_start = std::strchr(line, '\n') != nullptr;
-  }
-  std::fclose(maps);
-  return mappings;
-}
-
-int protection_of(const std::vector<Mapping>& mappings, uintptr_t address) {
-  auto next = std::upper_bound(
-      mappings.begin(),
-      mappings.end(),
-      address,
-      [](uintptr_t a, const Mapping& m) { return a < m.begin; });
-  if (next == mappings.begin() || address >= (next - 1)->end) {
-    return -1;
-  }
-  return (next - 1)->protection;
-}
-
 // Notes the protection of each word's page, as it is before a patch.
 void read_protections(std::vector<Patch>* patches) {
-  auto mappings = memory_mappings();
+  std::vector<uintptr_t> addresses;
   for (auto& patch : *patches) {
-    patch.protection =
-        protection_of(mappings, reinterpret_cast<uintptr_t>(patch.address));
+    addresses.push_back(reinterpret_cast<uintptr_t>(patch.address));
+  }
+  auto protections = page_protections(addresses);
+  for (size_t i = 0; i < patches->size(); ++i) {
+    auto& patch = (*patches)[i];
+    patch.protection = protections[i];
     if (patch.protection < 0) {
       throw AttachError(patch.what + " is not mapped");
     }
   }
+}
+
+std::string hexadecimal(uintptr_t address) {
+  char text[2 + 2 * sizeof(address) + 1];
+  std::snprintf(text, sizeof(text), "0x%" PRIxPTR, address);
+  return text;
 }
 
 // Makes the pages of some words writable while it lives. Neighbouring pages are
@@ -76,10 +37,10 @@ void read_protections(std::vector<Patch>* patches) {
 class WritablePages {
  public:
   explicit WritablePages(const std::vector<Patch>& patches) {
-    size_t page = sysconf(_SC_PAGESIZE);
+    size_t page = page_size();
     std::vector<Run> pages;
     for (auto& patch : patches) {
-      if (!(patch.protection & PROT_WRITE)) {
+      if (!(patch.protection & kPageWrite)) {
         auto begin = reinterpret_cast<uintptr_t>(patch.address) / page * page;
         pages.push_back({begin, begin + page, patch.protection});
       }
@@ -100,11 +61,14 @@ class WritablePages {
       }
     }
     for (size_t i = 0; i < changed_.size(); ++i) {
-      if (!protect(changed_[i], changed_[i].protection | PROT_WRITE)) {
-        std::string reason = std::strerror(errno);
+      int error = protect(changed_[i], changed_[i].protection | kPageWrite);
+      if (error) {
+        uintptr_t refused = changed_[i].begin;
         changed_.resize(i);
         restore();
-        throw AttachError("a page cannot be made writable: " + reason);
+        throw AttachError(
+            "the page at " + hexadecimal(refused) +
+            " cannot be made writable: " + protection_error(error));
       }
     }
   }
@@ -123,11 +87,8 @@ class WritablePages {
     int protection;
   };
 
-  static bool protect(const Run& run, int protection) {
-    return mprotect(
-               reinterpret_cast<void*>(run.begin),
-               run.end - run.begin,
-               protection) == 0;
+  static int protect(const Run& run, int protection) {
+    return protect_pages(run.begin, run.end, protection);
   }
 
   void restore() {

@@ -4,17 +4,12 @@
 #pragma once
 
 #include <cstdint>
-#include <stdexcept>
 #include <string>
 #include <vector>
 
-namespace mlxmem {
+#include "attach_error.h"
 
-// A fact about the running MLX that does not hold. what() names it.
-class AttachError : public std::runtime_error {
- public:
-  using std::runtime_error::runtime_error;
-};
+namespace mlxmem {
 
 struct Patch {
   void** address;

@@ -4,12 +4,13 @@
 #include <csignal>
 #include <initializer_list>
 
-#include <semaphore.h>
 #include <unistd.h>
+
+#include "wakeup.h"
 
 namespace {
 
-sem_t terminated;
+mlxmem::Wakeup terminated;
 pid_t owner = 0;
 volatile sig_atomic_t first = 0; // the signal that came first
 volatile sig_atomic_t terminations = 0; // how many SIGTERM
@@ -27,7 +28,7 @@ void on_termination(int number) {
   // A closing terminal sends several SIGHUP, and some send both: no impatience.
   bool ends_wait = !again || (number == SIGTERM && terminations == 2);
   bool kills = getpid() != owner || terminations > 2;
-  if (kills || (ends_wait && sem_post(&terminated) != 0)) {
+  if (kills || (ends_wait && !terminated.wake())) {
     signal(number, SIG_DFL);
     raise(number);
   }
@@ -52,7 +53,7 @@ int mlxmem_catch_termination(void) {
   if (!can_catch(SIGTERM) && !can_catch(SIGHUP)) {
     return 0;
   }
-  if (sem_init(&terminated, 0, 0) != 0) {
+  if (!terminated.start()) {
     return 0;
   }
   owner = getpid();
@@ -73,8 +74,7 @@ int mlxmem_catch_termination(void) {
 }
 
 int mlxmem_wait_for_termination(void) {
-  while (sem_wait(&terminated) != 0 && errno == EINTR) {
-  }
+  terminated.wait();
   return first;
 }
 
