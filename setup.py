@@ -1,10 +1,18 @@
 """The compiled modules; everything else is in pyproject.toml."""
 
+import os
 import sys
 from glob import glob
 
 from Cython.Build import cythonize
 from setuptools import Extension, setup
+
+# As MLX's own wheels: a Python that is made for older systems and for two processors
+# would build for those, too, where there is no MLX.
+if sys.platform == "darwin":
+    target = os.environ.setdefault("MACOSX_DEPLOYMENT_TARGET", "14.0")
+    os.environ.setdefault("ARCHFLAGS", "-arch arm64")
+    os.environ.setdefault("_PYTHON_HOST_PLATFORM", f"macosx-{target}-arm64")
 
 # What runs at every node calls other libraries without a stub in between.
 direct_calls = ["-fno-plt"] if sys.platform == "linux" else []

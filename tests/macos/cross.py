@@ -1,4 +1,4 @@
-"""Builds the native library for macOS on any machine, with zig's compiler.
+"""Compiles mlxmem for macOS on any machine, with zig's compiler.
 
 What is compiled and with which flags is what setup.py says on a Mac.
 """
@@ -18,7 +18,6 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 TARGET = "aarch64-macos.14.0"
 WARNINGS = ("-Wall", "-Wextra", "-Wunguarded-availability", "-Werror")
-HINT = "pip install '.[macos-checks]', or `make test-macos`"
 
 # setup() keeps what it was given, and Cython is not called.
 _READ_SETUP = """
@@ -29,7 +28,10 @@ given = {}
 setuptools.setup = given.update
 sys.platform = "darwin"
 runpy.run_path("setup.py")
-fields = ("name", "sources", "include_dirs", "extra_compile_args", "extra_link_args")
+fields = (
+    "name", "language", "sources", "include_dirs",
+    "extra_compile_args", "extra_link_args",
+)
 print(json.dumps([
     {name: getattr(extension, name) for name in fields}
     for extension in given["ext_modules"]
@@ -38,7 +40,7 @@ print(json.dumps([
 
 
 class ToolMissingError(Exception):
-    """There is nothing to compile for macOS with; says how to install it."""
+    """There is nothing to compile for macOS with."""
 
 
 def zig() -> list[str]:
@@ -53,7 +55,7 @@ def zig() -> list[str]:
         return [sys.executable, "-m", "ziglang"]
     program = shutil.which("zig")
     if program is None:
-        raise ToolMissingError(f"zig compiles for macOS; {HINT}")
+        raise ToolMissingError("neither the package ziglang nor zig is installed")
     return [program]
 
 
@@ -70,23 +72,33 @@ def extensions_on_a_mac() -> dict[str, dict[str, Any]]:
 
 
 def compile_object(source: Path, out: Path, *flags: str) -> Path:
-    """Compile one C++ file for macOS; a warning is an error.
+    """Compile a C or C++ file for macOS and return `out`; a warning is an error.
 
     Raises
     ------
     subprocess.CalledProcessError
         It does not compile; the compiler's output is in `stdout`.
     """
-    command = [*zig(), "c++", "-target", TARGET, *WARNINGS, *flags]
+    compiler = "cc" if source.suffix == ".c" else "c++"
+    _call(compiler, *WARNINGS, *flags, "-c", str(source), "-o", str(out))
+    return out
+
+
+def _call(compiler: str, *arguments: str) -> None:
     subprocess.run(
-        [*command, "-c", str(source), "-o", str(out)],
+        [*zig(), compiler, "-target", TARGET, *arguments],
         cwd=ROOT,
         check=True,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
     )
-    return out
+
+
+def flags_of(extension: dict[str, Any]) -> list[str]:
+    """Return what setup.py has an extension's files compiled with."""
+    includes = [f"-I{folder}" for folder in extension["include_dirs"]]
+    return [*extension["extra_compile_args"], *includes]
 
 
 def build_native_dylib(out: Path) -> Path:
@@ -102,26 +114,16 @@ def build_native_dylib(out: Path) -> Path:
     subprocess.CalledProcessError
         A file does not compile or a symbol is missing; see its `stdout`.
     """
-    command = [*zig(), "c++", "-target", TARGET, "-shared"]
     native = extensions_on_a_mac()["mlxmem._native"]
-    flags = [*native["extra_compile_args"]]
-    flags += [f"-I{folder}" for folder in native["include_dirs"]]
+    flags = flags_of(native)
     objects = out.with_suffix(".objects")
     objects.mkdir(parents=True, exist_ok=True)
 
-    def compiled(source: str) -> Path:
-        return compile_object(
-            Path(source), objects / Path(source).with_suffix(".o").name, *flags
-        )
+    def compiled(source: str) -> str:
+        made = objects / Path(source).with_suffix(".o").name
+        return str(compile_object(Path(source), made, *flags))
 
     with ThreadPoolExecutor(min(4, os.cpu_count() or 1)) as pool:
         made = list(pool.map(compiled, native["sources"]))
-    subprocess.run(
-        [*command, *native["extra_link_args"], "-o", str(out), *map(str, made)],
-        cwd=ROOT,
-        check=True,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
+    _call("c++", "-shared", *native["extra_link_args"], "-o", str(out), *made)
     return out
