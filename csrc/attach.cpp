@@ -16,6 +16,7 @@
 #include "facts.h"
 #include "image.h"
 #include "mlx_abi.h"
+#include "mlx_checks.h"
 #include "mlx_core.h"
 #include "originals.h"
 #include "primitive_classes.h"

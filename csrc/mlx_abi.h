@@ -1,7 +1,7 @@
 // Every fact about MLX's binary interface that mlxmem relies on stands here.
 // The values were read from the wheels of MLX 0.30.6 to 0.32.4, for Linux and,
 // where MLXMEM_MACOS chooses another one, for macOS on arm64.
-// mlx_core.cpp checks symbols, vtables, names and the node's layout on the
+// mlx_checks.cpp checks symbols, vtables, names and the node's layout on the
 // running process before a word is changed; what a mangled name says of a
 // function's arguments is taken from the name.
 

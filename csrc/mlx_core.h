@@ -1,5 +1,5 @@
-// MLX's core library in this process, and the checks of mlx_abi.h's facts on
-// it.
+// MLX's core library in this process, as far as it can be told without calling
+// a function of it.
 
 #pragma once
 
@@ -21,10 +21,19 @@ struct MlxCore {
   void** allocator = nullptr; // the object; its first word is the vptr
 };
 
-// Finds the core among the loaded images and checks every fact, without
-// changing a word of it; sets what originals and mlx_counters take from there.
-// Throws AttachError, which names the fact that does not hold.
-MlxCore check_mlx_core(const std::vector<Image>& images);
+// Finds the core among the loaded images, and the types of its classes. Throws
+// AttachError.
+MlxCore find_mlx_core(const std::vector<Image>& images);
+
+// Takes this object as its allocator: the vtable has five functions and two
+// destructors, all of them code of libmlx, and is of a class derived from
+// mlx::core::allocator::Allocator. Sets what originals take from there. Throws
+// AttachError.
+void use_allocator(MlxCore* mlx, void** allocator);
+
+// Whether the core calls through slots what is patched there. Throws
+// AttachError.
+void check_import_slots(const MlxCore& mlx);
 
 // Throws AttachError when the core does not export the symbol.
 void* required_symbol(const Image& image, const char* name);
