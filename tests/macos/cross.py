@@ -19,11 +19,14 @@ ROOT = Path(__file__).resolve().parents[2]
 TARGET = "aarch64-macos.14.0"
 WARNINGS = ("-Wall", "-Wextra", "-Wunguarded-availability", "-Werror")
 
-# setup() keeps what it was given, and Cython is not called.
+# setup() keeps what it was given; Cython is not called, and need not be there.
 _READ_SETUP = """
-import json, runpy, sys
-import setuptools, Cython.Build
-Cython.Build.cythonize = lambda extensions, **_: extensions
+import json, runpy, sys, types
+import setuptools
+build = types.ModuleType("Cython.Build")
+build.cythonize = lambda extensions, **_: extensions
+sys.modules["Cython"] = types.ModuleType("Cython")
+sys.modules["Cython.Build"] = build
 given = {}
 setuptools.setup = given.update
 sys.platform = "darwin"

@@ -49,6 +49,7 @@ def compile_for_macos(source: Path, out: Path, *flags: str) -> str:
 @pytest.fixture(scope="module")
 def dylib(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Build the native library, without a warning."""
+    needed("setuptools")
     try:
         return cross.build_native_dylib(tmp_path_factory.mktemp("macos") / "n.dylib")
     except cross.ToolMissingError as error:
