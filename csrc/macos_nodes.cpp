@@ -55,13 +55,13 @@ std::vector<void**> control_blocks(const MlxCore& mlx, const Image& image) {
   return found;
 }
 
-NodeMaker find_node_maker(const MlxCore& mlx, const Image& image) {
+NodeMaker find_node_maker(
+    const MlxCore& mlx,
+    const Image& image,
+    const std::vector<NodeConstructor>& constructors) {
   NodeMaker maker;
   maker.operator_new = operator_new_slot(image);
-  if (!maker.operator_new) {
-    return maker;
-  }
-  maker.nodes = find_node_sites(image, maker.operator_new, constructors(mlx));
+  maker.nodes = find_node_sites(image, maker.operator_new, constructors);
   if (!maker.nodes.sites.empty()) {
     maker.control_blocks = control_blocks(mlx, image);
   }
@@ -72,6 +72,13 @@ void check(const NodeMaker& maker, const Image& image) {
   std::string library = file_name(image);
   std::string sites = std::to_string(maker.nodes.sites.size());
   std::string calls = std::to_string(maker.nodes.constructor_calls);
+  if (maker.nodes.constructor_calls) {
+    require(
+        maker.operator_new,
+        library + " calls operator new through a slot",
+        place(image, maker.operator_new),
+        library + " does not call operator new through a slot");
+  }
   require(
       maker.nodes.sites.size() == maker.nodes.constructor_calls,
       library + " makes as many nodes as it constructs",
@@ -103,13 +110,14 @@ std::deque<Known>& known_makers() {
 } // namespace
 
 const NodeMaker& node_maker(const MlxCore& mlx, const Image& image) {
+  auto found_constructors = constructors(mlx); // a fact of every attach
   for (auto& known : known_makers()) {
     if (known.base == image.base() && known.path == image.path()) {
       check(known.maker, image);
       return known.maker;
     }
   }
-  NodeMaker found = find_node_maker(mlx, image);
+  NodeMaker found = find_node_maker(mlx, image, found_constructors);
   check(found, image);
   known_makers().push_back({image.path(), image.base(), std::move(found)});
   std::vector<NodeSite> sites;

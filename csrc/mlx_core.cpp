@@ -137,11 +137,6 @@ void check_import_slots(const MlxCore& mlx) {
   begin_facts("import slots");
   const NodeMaker& maker = node_maker(mlx, mlx.image);
   require(
-      maker.operator_new,
-      "libmlx calls operator new through a slot",
-      place(mlx.image, maker.operator_new),
-      "libmlx does not call operator new through a slot");
-  require(
       !maker.nodes.sites.empty(),
       "libmlx makes nodes at places of its code",
       std::to_string(maker.nodes.sites.size()),

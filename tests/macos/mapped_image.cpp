@@ -130,9 +130,11 @@ void MappedImage::reserve() {
   if (!first || end - begin > kMaxSpan) {
     fail("no segment holds the header, or they span too much");
   }
+  // A Mac's pages are larger than this machine's, and an image begins with one.
+  uint64_t size = end - begin + kPage;
   void* memory = mmap(
       nullptr,
-      end - begin,
+      size,
       PROT_NONE,
       MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE,
       -1,
@@ -142,8 +144,8 @@ void MappedImage::reserve() {
   }
   auto& range = reserved_.range;
   range.begin = reinterpret_cast<uintptr_t>(memory);
-  range.end = range.begin + (end - begin);
-  slide_ = range.begin - begin;
+  range.end = range.begin + size;
+  slide_ = (range.begin + kPage - 1) / kPage * kPage - begin;
   header_ = first->address + slide_;
 }
 
