@@ -301,8 +301,11 @@ MemoryRange own_code(const std::vector<Image>& images) {
 
 // Checks every fact, which are noted, and prepares the patches; without any
 // when one does not hold.
-MlxCore prepare(const std::vector<Image>& images, std::vector<Fact>* facts) {
-  FactNotes notes(facts);
+MlxCore prepare(
+    const std::vector<Image>& images,
+    std::vector<Fact>* facts,
+    const FactVisitor& visit = {}) {
+  FactNotes notes(facts, visit);
   try {
     MlxCore mlx = check_mlx_core(images);
     for (auto& image : images) {
@@ -369,16 +372,17 @@ void attach() {
   attached = true;
 }
 
-Check check_attach() {
+Check check_attach(const FactVisitor& visit) {
   std::lock_guard<std::mutex> lock(attach_mutex());
   Check check;
   if (attached) {
     check.facts = attach_facts();
+    std::for_each(check.facts.begin(), check.facts.end(), visit);
     check.patches = patches().applied();
     check.is_attached = true;
   } else {
     try {
-      prepare(images_of_mlx(), &check.facts);
+      prepare(images_of_mlx(), &check.facts, visit);
       check.patches = patches().pending();
     } catch (const AttachError& error) {
       check.refusal = error.what();

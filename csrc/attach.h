@@ -26,8 +26,8 @@ struct Check {
   std::vector<Image> images; // that use MLX
 };
 
-// Checks as attach() does and changes no word.
-Check check_attach();
+// Checks as attach() does and changes no word; visits each fact as it is noted.
+Check check_attach(const FactVisitor& visit);
 
 // Restores every word. Returns what could not be restored, empty when all was.
 std::string detach();

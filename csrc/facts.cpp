@@ -24,6 +24,9 @@ void require(
     auto& facts = *notes->facts_;
     if (std::find(facts.begin(), facts.end(), fact) == facts.end()) {
       facts.push_back(std::move(fact));
+      if (notes->visit_) {
+        notes->visit_(facts.back());
+      }
     }
   }
   if (!holds) {
@@ -37,7 +40,8 @@ void begin_facts(const char* group) {
   }
 }
 
-FactNotes::FactNotes(std::vector<Fact>* facts) : facts_(facts) {
+FactNotes::FactNotes(std::vector<Fact>* facts, FactVisitor visit)
+    : facts_(facts), visit_(std::move(visit)) {
   facts_->clear();
   notes = this;
 }

@@ -3,6 +3,7 @@
 
 #pragma once
 
+#include <functional>
 #include <string>
 #include <vector>
 
@@ -23,6 +24,8 @@ struct Fact {
   }
 };
 
+using FactVisitor = std::function<void(const Fact&)>;
+
 // Throws AttachError with the text `otherwise` when the fact does not hold.
 void require(
     bool holds,
@@ -37,7 +40,9 @@ void begin_facts(const char* group);
 // checked again stands once. One at a time, by the thread that attaches.
 class FactNotes {
  public:
-  explicit FactNotes(std::vector<Fact>* facts);
+  // visit is called with each one at once: should the next check end the
+  // process, what was found until then is known.
+  explicit FactNotes(std::vector<Fact>* facts, FactVisitor visit = {});
   ~FactNotes();
   FactNotes(const FactNotes&) = delete;
   FactNotes& operator=(const FactNotes&) = delete;
@@ -52,6 +57,7 @@ class FactNotes {
 
   const char* group_ = "";
   std::vector<Fact>* facts_;
+  FactVisitor visit_;
 };
 
 std::string file_name(const Image& image);

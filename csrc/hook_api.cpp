@@ -114,15 +114,14 @@ int mlxmem_check(
     char* message,
     size_t message_size) {
   return guarded(message, message_size, [&] {
-    Check check = check_attach();
-    for (auto& fact : check.facts) {
+    Check check = check_attach([&](const Fact& fact) {
       visit_fact(
           fact.group.c_str(),
           fact.text.c_str(),
           fact.found.c_str(),
           fact.otherwise.c_str(),
           fact.holds);
-    }
+    });
     std::map<std::pair<std::string, std::string>, uint64_t> counts;
     for (auto& patch : check.patches) {
       ++counts[{patch.what, path_of(patch, check.images)}];

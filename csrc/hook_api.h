@@ -77,7 +77,8 @@ struct mlxmem_word {
 // Checks the running MLX and puts the probes in; no effect when they are in.
 MLXMEM_API int mlxmem_attach(char* message, size_t message_size);
 // Checks the running MLX as mlxmem_attach does, and changes no word of it;
-// while the probes are in, visits what was found when they were put in. The
+// while the probes are in, visits what was found when they were put in. A fact
+// is visited as soon as it was checked, and may call nothing of this file. The
 // facts end with the first that does not hold: the later ones depend on it.
 // Then there are no patches, and MLXMEM_UNSUPPORTED is returned.
 MLXMEM_API int mlxmem_check(

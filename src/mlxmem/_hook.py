@@ -268,10 +268,16 @@ def attach(mlx_version: str) -> None:
         )
 
 
-def check() -> Check:
+def check(on_fact: Callable[[Fact], None] | None = None) -> Check:
     """Check the running MLX as attach() does, and change nothing.
 
     While the probes are in, this is what attach() found and what it changed.
+
+    Parameters
+    ----------
+    on_fact : callable, optional
+        Called with each fact as soon as it was checked; may call nothing of this
+        module.
 
     Raises
     ------
@@ -283,15 +289,16 @@ def check() -> Check:
     def add_fact(
         group: bytes, text: bytes, found: bytes, otherwise: bytes, holds: int
     ) -> None:
-        facts.append(
-            Fact(
-                _decoded(group),
-                _decoded(text),
-                _decoded(found),
-                _decoded(otherwise),
-                bool(holds),
-            )
+        fact = Fact(
+            _decoded(group),
+            _decoded(text),
+            _decoded(found),
+            _decoded(otherwise),
+            bool(holds),
         )
+        facts.append(fact)
+        if on_fact is not None:
+            on_fact(fact)
 
     def add_patch(what: bytes, image: bytes, count: int) -> None:
         patches.append(PatchedWords(_decoded(what), _decoded(image), count))

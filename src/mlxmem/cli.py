@@ -12,6 +12,7 @@ from mlxmem.commands._help import examples
 # A verb's module has a command `command`. It is imported when the verb is used:
 # `mlxmem run` must not load what a report needs into the program that it runs.
 VERBS = {
+    "doctor": "doctor",
     "run": "run",
     "summary": "summary",
     "peak": "peak",
@@ -41,6 +42,7 @@ class _Verbs(click.Group):
 @click.group(
     cls=_Verbs,
     epilog=examples(
+        "mlxmem doctor                                  does recording work here?",
         "mlxmem run -o out.pickle train.py --epochs 3   record a program",
         "mlxmem summary out.pickle                      who holds memory at the peak",
         "mlxmem leaks out.pickle                        what grows, what stayed",

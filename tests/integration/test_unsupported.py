@@ -184,6 +184,19 @@ class Copy:
         assert result["evaluated"] == [6.0, 2.0]
         return result
 
+    def doctor(self) -> tuple[int, dict[str, Any]]:
+        """Return the exit code of `mlxmem doctor --json` and what it printed."""
+        path = os.pathsep.join([str(self.root), os.environ.get("PYTHONPATH", "")])
+        done = subprocess.run(
+            [sys.executable, "-m", "mlxmem", "doctor", "--json"],
+            env={**os.environ, "PYTHONPATH": path.rstrip(os.pathsep)},
+            capture_output=True,
+            text=True,
+            timeout=120,
+        )
+        assert done.stderr == ""
+        return done.returncode, json.loads(done.stdout)
+
 
 @pytest.fixture
 def copy(tmp_path: Path) -> Copy:
@@ -204,6 +217,7 @@ def refused(result: dict[str, Any], fact: str) -> None:
     assert fact in message
     assert f"({mx.__version__})" in message
     assert [version for version in VERSIONS if version not in message] == []
+    assert message.endswith("Please report this with the output of `mlxmem doctor`.")
     assert result["enabled"] is False
     assert result["patched_words"] == 0
     assert result["bytes"] > 10 << 20
@@ -236,6 +250,27 @@ def test_a_primitive_with_another_name(copy: Copy) -> None:
     elf.data[at : at + 4] = b"Exq\0"
     elf.save()
     refused(copy.enable(), "slot 5 of the vtable of Exp does not return its name")
+
+    # WHEN the user asks the doctor
+    code, report = copy.doctor()
+    # THEN it looked at this copy, and the facts end with the one that does not hold
+    assert (code, report["works"]) == (1, False)
+    assert Path(report["mlx"]["file"]) == copy.core
+    *sound, spoiled = report["facts"]
+    assert len(sound) > 20
+    assert [fact for fact in sound if not fact["holds"]] == []
+    assert spoiled == {
+        "group": "operations",
+        "text": "slot 5 of the vtable of Exp returns its name",
+        "found": "Exq",
+        "otherwise": "slot 5 of the vtable of Exp does not return its name",
+        "holds": False,
+    }
+    assert report["patches"] == []
+    problem = report["problem"]
+    assert problem["step"] == "checking MLX"
+    assert problem["text"].endswith(f": {spoiled['otherwise']}")
+    assert problem["advice"].endswith("Please report it with this output.")
 
 
 def test_another_layout_of_arrays(copy: Copy) -> None:

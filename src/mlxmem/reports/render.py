@@ -99,7 +99,8 @@ class _Table:
         if options.max_width - used >= min(_TEXT_WIDTH, self._longest()):
             yield self._side_by_side()
             return
-        yield Text(self._title, style="bold")
+        if self._title:
+            yield Text(self._title, style="bold")
         yield Text(
             "  ".join(self._columns[i].rjust(widths[i]) for i in numbers)
             + f"  {self._columns[-1]} below",
