@@ -268,13 +268,19 @@ def _system() -> dict[str, str]:
     threads = ", free-threaded" if sysconfig.get_config_var("Py_GIL_DISABLED") else ""
     version = f"{platform.python_implementation()} {platform.python_version()}{threads}"
     return {
-        "system": platform.platform(),
+        "system": _operating_system(),
         "machine": platform.machine(),
         **(_mac() if sys.platform == "darwin" else {}),
         "python": version,
         "executable": sys.executable,
         "mlxmem": __version__,
     }
+
+
+def _operating_system() -> str:
+    if sys.platform == "darwin":
+        return f"macOS {platform.mac_ver()[0]}, Darwin {platform.release()}"
+    return f"{platform.system()}, {' '.join(platform.libc_ver())}"
 
 
 def _mac() -> dict[str, str]:
