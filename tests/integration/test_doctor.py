@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import platform
+import shutil
 import subprocess
 import sys
 import textwrap
@@ -18,6 +20,7 @@ from books import HAS_CPU_CACHE, ON_CUDA
 from click.testing import CliRunner, Result
 
 import mlxmem
+import mlxmem_command
 from mlxmem import _doctor_child, _hook, doctor
 from mlxmem.cli import main
 from mlxmem.commands.doctor import parts
@@ -340,3 +343,45 @@ def test_the_command_does_not_import_mlx() -> None:
     )
     # THEN a broken MLX could not have hurt it
     assert (done.stdout, done.stderr) == ("[]\n", "")
+
+
+@pytest.mark.parametrize("left_out", ["_native", "_interner"])
+def test_a_compiled_module_that_is_missing(tmp_path: Path, left_out: str) -> None:
+    # GIVEN mlxmem without one of its compiled modules
+    package = Path(mlxmem.__file__).parent
+    (tmp_path / "mlxmem").mkdir()
+    for path in package.iterdir():
+        if not path.name.startswith(f"{left_out}."):
+            (tmp_path / "mlxmem" / path.name).symlink_to(path)
+    command = Path(mlxmem_command.__file__)
+    shutil.copy(command, tmp_path)
+    # WHEN
+    done = subprocess.run(
+        [sys.executable, str(tmp_path / command.name), "doctor"],
+        capture_output=True,
+        text=True,
+    )
+    # THEN lines that help, no traceback
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr.startswith("mlxmem can't be imported: ")
+    assert f"\n  mlxmem    {tmp_path / 'mlxmem'}\n" in done.stderr
+    assert (
+        f"\n  Python    {platform.python_version()}, {sys.executable}\n" in done.stderr
+    )
+    (compiled,) = (line for line in done.stderr.splitlines() if "  compiled" in line)
+    assert f" {left_out}." not in compiled
+    assert " _columns." in compiled
+    assert "please report it with this output" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_the_command_of_the_package_is_the_same() -> None:
+    # WHEN the module that the command `mlxmem` starts is run
+    done = subprocess.run(
+        [sys.executable, mlxmem_command.__file__, "--version"],
+        capture_output=True,
+        text=True,
+    )
+    # THEN
+    assert done.stdout == f"mlxmem, version {mlxmem.__version__}\n"
+    assert (done.returncode, done.stderr) == (0, "")
