@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -85,6 +86,32 @@ def compile_object(source: Path, out: Path, *flags: str) -> Path:
     compiler = "cc" if source.suffix == ".c" else "c++"
     _call(compiler, *WARNINGS, *flags, "-c", str(source), "-o", str(out))
     return out
+
+
+def link(out: Path, *objects: Path, compiler: str = "cc") -> Path:
+    """Link objects to a dylib and return `out`; what they lack is left to dyld.
+
+    compiler: "c++" puts zig's libc++ in.
+    """
+    _call(
+        compiler,
+        "-shared",
+        "-Wl,-undefined,dynamic_lookup",
+        "-o",
+        str(out),
+        *map(str, objects),
+    )
+    return out
+
+
+def zig_library() -> Path:
+    """Return the folder of zig's own sources."""
+    done = subprocess.run(
+        [*zig(), "env"], cwd=ROOT, check=True, stdout=subprocess.PIPE, text=True
+    )
+    found = re.search(r'\.lib_dir = "([^"]+)"', done.stdout)
+    assert found
+    return ROOT / found[1]
 
 
 def _call(compiler: str, *arguments: str) -> None:
