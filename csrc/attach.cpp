@@ -452,6 +452,11 @@ int64_t cache_limit() {
   return mlx_counters.cache_limit();
 }
 
+bool metal_resources(MetalResources* out) {
+  std::lock_guard<std::mutex> lock(attach_mutex());
+  return mlx_counters.read_metal(out);
+}
+
 void lock_attach() {
   attach_mutex().lock();
 }

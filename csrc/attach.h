@@ -8,6 +8,7 @@
 
 #include "facts.h"
 #include "image.h"
+#include "mlx_counters.h"
 #include "patch_set.h"
 
 namespace mlxmem {
@@ -51,6 +52,9 @@ std::string backend();
 
 // The allocator's cache limit in bytes, -1 where it can't be told.
 int64_t cache_limit();
+
+// What only Metal's allocator has; false where that is not known.
+bool metal_resources(MetalResources* out);
 
 // Around fork(), see hook_api.cpp.
 void lock_attach();

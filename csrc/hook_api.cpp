@@ -315,3 +315,13 @@ void mlxmem_backend(char* out, size_t size) {
 int64_t mlxmem_cache_limit(void) {
   return cache_limit();
 }
+
+int mlxmem_metal_resources(mlxmem_metal* out) {
+  MetalResources found;
+  if (!metal_resources(&found)) {
+    return 0;
+  }
+  *out = {
+      found.gc_limit, found.wired_limit, found.resources, found.resource_limit};
+  return 1;
+}

@@ -70,6 +70,12 @@ typedef void (*mlxmem_fact_visitor)(
 typedef void (
     *mlxmem_patch_visitor)(const char* what, const char* image, uint64_t count);
 
+// What only Metal's allocator has, as it is now. Limits in bytes, resources in
+// buffers, cached ones included.
+struct mlxmem_metal {
+  uint64_t gc_limit, wired_limit, resources, resource_limit;
+};
+
 struct mlxmem_word {
   uint64_t address, original, replacement;
 };
@@ -146,3 +152,5 @@ MLXMEM_API size_t mlxmem_patched_words(mlxmem_word* out, size_t capacity);
 MLXMEM_API void mlxmem_backend(char* out, size_t size);
 // The cache limit in bytes, -1 where this MLX does not show it.
 MLXMEM_API int64_t mlxmem_cache_limit(void);
+// 0: the allocator is not Metal's, or its words are not known.
+MLXMEM_API int mlxmem_metal_resources(mlxmem_metal* out);

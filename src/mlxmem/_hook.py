@@ -116,6 +116,16 @@ class _Times(ctypes.Structure):
     ]
 
 
+class _Metal(ctypes.Structure):
+    _fields_ = [
+        ("gc_limit", ctypes.c_uint64),
+        ("wired_limit", ctypes.c_uint64),
+        ("resources", ctypes.c_uint64),
+        ("resource_limit", ctypes.c_uint64),
+    ]
+    names = tuple(field[0] for field in _fields_)
+
+
 class _Word(ctypes.Structure):
     _fields_ = [
         ("address", ctypes.c_uint64),
@@ -228,6 +238,7 @@ def _load() -> ctypes.CDLL:
         ),
         ("backend", None, text),
         ("cache_limit", ctypes.c_int64, []),
+        ("metal_resources", ctypes.c_int, [ctypes.POINTER(_Metal)]),
     ):
         function = getattr(library, f"mlxmem_{name}")
         function.restype, function.argtypes = result, arguments
@@ -611,6 +622,21 @@ def cache_limit() -> int | None:
     """Return MLX's cache limit in bytes, None where MLX does not show it."""
     limit: int = _native.mlxmem_cache_limit()
     return limit if limit >= 0 else None
+
+
+def metal_resources() -> dict[str, int] | None:
+    """Return what only Metal's allocator has; None where that is not known.
+
+    Returns
+    -------
+    dict or None
+        `gc_limit`, `wired_limit`: bytes. `resources`: buffers that there are, cached
+        ones included; `resource_limit` of these.
+    """
+    found = _Metal()
+    if not _native.mlxmem_metal_resources(ctypes.byref(found)):
+        return None
+    return {name: getattr(found, name) for name in _Metal.names}
 
 
 def _records(address: int | None, n: int, dtype: np.dtype[np.void]) -> Records:

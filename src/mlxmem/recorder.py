@@ -22,6 +22,7 @@ from mlxmem import (
     distributed,
     limits,
     marks,
+    metal,
     snapshot as _snapshot,
 )
 from mlxmem._version import __version__
@@ -454,10 +455,12 @@ def _settings(
         dropped=totals.dropped,
     )
     rank = distributed.current()
+    backend = _hook.backend()
     settings: dict[str, Setting] = {
         "recorder": f"mlxmem {__version__}",
         "mlx_version": mx.__version__,
-        "backend": _hook.backend(),
+        "backend": backend,
+        **(metal.settings(mx, _hook.metal_resources()) if backend == "metal" else {}),
         **(rank._asdict() if rank else {}),
         **limits.settings(
             calls,

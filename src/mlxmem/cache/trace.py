@@ -258,5 +258,11 @@ def policy_of(settings: Mapping[str, Any]) -> Policy:
     if backend == "cuda":
         return CudaPolicy(device).with_limits(**limits)
     if backend == "metal":
-        return MetalPolicy(device, device).with_limits(**limits)
+        names = "max_recommended_working_set_size", "memory_size"
+        numbers = [settings.get(name) for name in names]
+        # Of recordings that tell them not, the limits are all that is known.
+        recommended, memory = (n if type(n) is int else 0 for n in numbers)
+        if not 0 < recommended <= memory:
+            recommended = memory = device
+        return MetalPolicy(recommended, memory).with_limits(**limits)
     raise TraceError("the recording does not tell on which backend and MLX it was made")

@@ -57,6 +57,7 @@ def parts(report: dict[str, Any]) -> list[RenderableType]:
         *render.visible(report["visible"]),
         *_cache_hint(report),
         *render.crossing_line(report),
+        *render.resource_line(report),
         *render.ooms(report["ooms"]),
     ]
     if report["peak"]["rows"]:

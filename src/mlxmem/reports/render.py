@@ -18,6 +18,7 @@ from rich.text import Text
 from rich.tree import Tree
 
 from mlxmem.limits import UNSEEN
+from mlxmem.metal import near_resource_limit
 from mlxmem.reports.rows import Row
 from mlxmem.units import format_bytes
 
@@ -274,6 +275,20 @@ def crossing_line(report: Row) -> list[RenderableType]:
         style="not bold",
     )
     return [line]
+
+
+def resource_line(report: Row) -> list[RenderableType]:
+    """Say that there are nearly as many buffers as Metal allows."""
+    close = near_resource_limit(report["settings"])
+    if close is None:
+        return []
+    now, limit = close
+    text = (
+        f"Metal allows {count(limit)} buffers, cached ones included, and there were "
+        f"{count(now)} at the end: MLX empties its cache at the limit, and fails when "
+        "that does not help. Fewer and larger arrays take fewer buffers."
+    )
+    return [Text(text, style="yellow")]
 
 
 def ooms(rows: Sequence[Row]) -> list[RenderableType]:
