@@ -17,7 +17,7 @@ CXX_FILES := $(wildcard csrc/*.cpp csrc/*.h src/mlxmem/*.h src/mlxmem/*/*.h \
   benchmarks/*.cpp)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-matrix bench bench-commits dashboard docs docs-output \
+.PHONY: help demo test test-macos test-matrix bench bench-commits dashboard docs docs-output \
   picture lint format clean venv
 
 help: ## this list
@@ -31,6 +31,9 @@ demo: $(VENV)/.cpu ## train a small transformer under recording: out.pickle
 
 test: $(VENV)/.test ## run the tests (PYTEST_ARGS="-k name")
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+test-macos: $(VENV)/.macos ## check the code for macOS on any machine, without a Mac
+	MLXMEM_MACOS_CHECKS=required $(BIN)/python -m pytest tests/macos $(PYTEST_ARGS)
 
 test-matrix: ## run the tests on every supported MLX and Python found
 	$(PYTHON) scripts/test_matrix.py $(MATRIX_ARGS)
@@ -108,6 +111,10 @@ $(VENV)/.bench: $(VENV)/.made $(SOURCES)
 $(VENV)/.docs: $(VENV)/.made $(SOURCES)
 	$(INSTALL) '.[cpu,docs]'
 	touch $@ $(VENV)/.cpu
+
+$(VENV)/.macos: $(VENV)/.made $(SOURCES)
+	$(INSTALL) '.[cpu,test,macos-checks]'
+	touch $@ $(VENV)/.test $(VENV)/.cpu
 
 $(VENV)/.dev: $(VENV)/.made $(SOURCES)
 	$(INSTALL) '.[cpu,test,dev]'
