@@ -21,7 +21,7 @@ def missing(what: str) -> NoReturn:
     """Skip or fail, with a text such as "the package lief is not installed"."""
     if REQUIRED:
         pytest.fail(what)
-    pytest.skip(what)
+    pytest.skip(what, allow_module_level=True)
 
 
 def needed(module: str) -> ModuleType:

@@ -281,8 +281,9 @@ std::string attached() {
 }
 
 std::string checked() {
-  Check check = check_attach();
-  auto facts = list(check.facts, [](const Fact& fact) {
+  std::vector<Fact> noted;
+  Check check = check_attach([&](const Fact& fact) { noted.push_back(fact); });
+  auto facts = list(noted, [](const Fact& fact) {
     return "{\"group\": " + quoted(fact.group) +
         ", \"text\": " + quoted(fact.text) +
         ", \"found\": " + quoted(fact.found) +

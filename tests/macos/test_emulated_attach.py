@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+from checks import needed
 from emulated import PAGE, Memory, Process, build_program, changed_words
 from macho_facts import (
     CONTROL_BLOCK,
@@ -42,6 +43,7 @@ NO_SYMBOL = 0x40000000  # in the table of indirect symbols
 @pytest.fixture(scope="session")
 def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Build the process that MLX's libraries are mapped into."""
+    needed("lief")  # before a minute of compiling
     return build_program(tmp_path_factory.mktemp("emulated"))
 
 
