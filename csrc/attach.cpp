@@ -376,13 +376,13 @@ Check check_attach(const FactVisitor& visit) {
   std::lock_guard<std::mutex> lock(attach_mutex());
   Check check;
   if (attached) {
-    check.facts = attach_facts();
-    std::for_each(check.facts.begin(), check.facts.end(), visit);
+    std::for_each(attach_facts().begin(), attach_facts().end(), visit);
     check.patches = patches().applied();
     check.is_attached = true;
   } else {
+    std::vector<Fact> noted;
     try {
-      prepare(images_of_mlx(), &check.facts, visit);
+      prepare(images_of_mlx(), &noted, visit);
       check.patches = patches().pending();
     } catch (const AttachError& error) {
       check.refusal = error.what();

@@ -21,13 +21,13 @@ void attach();
 // What attach() checks and patches.
 struct Check {
   bool is_attached = false; // then all of it is of the attach
-  std::vector<Fact> facts; // up to the first one that does not hold
   std::string refusal; // what attach() would say; empty when it would do it
   std::vector<Patch> patches; // none after a refusal
   std::vector<Image> images; // that use MLX
 };
 
-// Checks as attach() does and changes no word; visits each fact as it is noted.
+// Checks as attach() does and changes no word; visits each fact as it is noted,
+// up to the first one that does not hold.
 Check check_attach(const FactVisitor& visit);
 
 // Restores every word. Returns what could not be restored, empty when all was.

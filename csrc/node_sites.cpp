@@ -81,7 +81,6 @@ struct Constructing {
   bool is_leaf;
   bool is_constructor;
   uintptr_t end = UINTPTR_MAX; // where the next function begins
-  size_t constructor_calls = 0; // inside it
 };
 
 struct ConstructorCall {
@@ -205,13 +204,14 @@ class Scan {
           }
         });
     for (auto& function : around) {
+      size_t n_calls = 0;
       for (auto& call : calls_) {
         if (call.at >= function.begin && call.at < function.end) {
-          function.constructor_calls += 1;
+          n_calls += 1;
           function.is_leaf = call.is_leaf;
         }
       }
-      if (function.constructor_calls == 1) {
+      if (n_calls == 1) {
         functions_.push_back(function);
       }
     }
