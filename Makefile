@@ -17,8 +17,8 @@ CXX_FILES := $(wildcard csrc/*.cpp csrc/*.h src/mlxmem/*.h src/mlxmem/*/*.h \
   benchmarks/*.cpp)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-macos test-matrix bench bench-commits dashboard docs docs-output \
-  picture lint format clean venv
+.PHONY: help demo test test-macos test-matrix bench bench-commits dashboard docs \
+  docs-output picture lint format clean venv
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' \

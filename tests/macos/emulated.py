@@ -6,18 +6,13 @@ emulated_attach.cpp is that process; its memory is read from outside.
 from __future__ import annotations
 
 import json
-import os
-import shutil
 import struct
 import subprocess
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from checks import missing
+from host import CSRC, HERE, build
 
-HERE = Path(__file__).parent
-CSRC = HERE.parents[1] / "csrc"
 PAGE = 0x4000  # of a Mac
 WORD = 8
 # Of csrc, what the program has its own of.
@@ -26,27 +21,9 @@ OWN = ("emulated_attach.cpp", "mapped_image.cpp")
 
 
 def build_program(folder: Path) -> Path:
-    """Compile emulated_attach.cpp with csrc as for macOS."""
-    compiler = shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")
-    if compiler is None:
-        missing("there is no C++ compiler")
+    """Compile emulated_attach.cpp with csrc."""
     sources = [path for path in CSRC.glob("*.cpp") if path.name not in REPLACED]
-    sources += [HERE / name for name in OWN]
-    flags = ("-std=c++17", "-O1", "-pthread", "-DMLXMEM_MACOS=1")
-    includes = (f"-I{CSRC}", f"-I{HERE}")
-
-    def compiled(source: Path) -> Path:
-        out = folder / f"{source.stem}.o"
-        command = [compiler, *flags, *includes, "-c", source, "-o", out]
-        subprocess.run(command, check=True)
-        return out
-
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
-        objects = list(pool.map(compiled, sources))
-    # attach() looks Python's functions up in the process.
-    link = [compiler, "-rdynamic", "-pthread", "-o", folder / "emulated_attach"]
-    subprocess.run([*link, *objects, "-ldl"], check=True)
-    return folder / "emulated_attach"
+    return build(folder / "emulated_attach", sources + [HERE / name for name in OWN])
 
 
 class Mapping(NamedTuple):

@@ -38,8 +38,7 @@ namespace mlxmem {
 
 namespace {
 
-// ---- the images
-// --------------------------------------------------------------
+// ---- the images -------------------------------------------------------------
 
 // What an import of a library that isn't here points to: where type information
 // is expected, it is some of a class without a base, of an unknown kind.
@@ -92,8 +91,7 @@ void load(const std::string& path) {
   images.push_back(image);
 }
 
-// ---- the allocator
-// -----------------------------------------------------------
+// ---- the allocator ----------------------------------------------------------
 
 // MLX makes its own on the heap; nothing but its first word is looked at.
 void** allocator = new void*[64]();
@@ -111,8 +109,7 @@ void make_allocator() {
   });
 }
 
-// ---- page protection
-// ---------------------------------------------------------
+// ---- page protection --------------------------------------------------------
 
 struct Request {
   uintptr_t begin;
@@ -218,8 +215,7 @@ std::string protection_error(int number) {
 
 namespace {
 
-// ---- answers
-// -----------------------------------------------------------------
+// ---- answers ----------------------------------------------------------------
 
 std::string quoted(const std::string& text) {
   std::string out = "\"";

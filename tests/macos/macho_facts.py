@@ -39,7 +39,7 @@ class Library:
     def __init__(self, path: Path) -> None:
         binary: Any = needed("lief").MachO.parse(str(path)).at(0)
         assert binary.imagebase == 0
-        self._binary = binary
+        self.binary = binary
         self._segments = [
             (s.name, s.virtual_address, s.virtual_size, bytes(s.content))
             for s in binary.segments
@@ -101,7 +101,7 @@ class Library:
 
     def indirect_symbol(self, slot: int) -> int:
         """Return where the file says of which symbol an import slot is."""
-        binary = self._binary
+        binary = self.binary
         section = next(
             s
             for s in binary.sections

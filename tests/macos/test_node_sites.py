@@ -7,7 +7,6 @@ functions by the table of their beginnings.
 from __future__ import annotations
 
 import bisect
-import shutil
 import struct
 import subprocess
 from collections.abc import Iterator
@@ -15,11 +14,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
-from checks import missing, needed
+from checks import needed
+from host import CSRC, HERE, build
+from macho_facts import library
 from wheels import Wheel
 
-HERE = Path(__file__).parent
-CSRC = HERE.parents[1] / "csrc"
 SOURCES = ("node_sites.cpp", "macho_image.cpp", "image_macho.cpp", "image.cpp")
 NEW = "__Znwm"
 CONSTRUCTOR = "__ZN3mlx4core5array9ArrayDescC"
@@ -45,15 +44,9 @@ class Sites(NamedTuple):
 def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Compile what says which sites mlxmem finds."""
     needed("lief")
-    compiler = shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")
-    if compiler is None:
-        missing("there is no C++ compiler")
-    out = tmp_path_factory.mktemp("sites") / "node_sites_of"
     sources = [HERE / "node_sites_of.cpp", HERE / "mapped_image.cpp"]
     sources += [CSRC / name for name in SOURCES]
-    flags = ("-std=c++17", "-O1", "-DMLXMEM_MACOS=1", f"-I{CSRC}", f"-I{HERE}")
-    subprocess.run([compiler, *flags, *sources, "-o", out], check=True)
-    return out
+    return build(tmp_path_factory.mktemp("sites") / "node_sites_of", sources)
 
 
 def found_by_mlxmem(program: Path, wheel: Wheel) -> list[Sites]:
@@ -77,11 +70,11 @@ class Code:
     """The instructions of a library, by addresses from its beginning."""
 
     def __init__(self, path: Path) -> None:
-        image: Any = needed("lief").MachO.parse(str(path)).at(0)
-        assert image.imagebase == 0
-        text = next(s for s in image.sections if s.name == "__text")
-        self._begin = text.virtual_address
-        content = bytes(text.content)
+        self._library = library(path)
+        image: Any = self._library.binary
+        (text,) = self._library.code
+        self._begin = text.start
+        content = self._library.read(text.start, len(text))
         self._words = struct.unpack(f"<{len(content) // 4}I", content)
         self._functions = sorted(image.function_starts.functions)
         symbols = [s.name for s in image.dynamic_symbol_command.indirect_symbols]
@@ -91,9 +84,9 @@ class Code:
             stubs.virtual_address + i * size: symbols[first + i]
             for i in range(stubs.size // size)
         }
-        for symbol in image.exported_symbols:
-            if symbol.name.startswith(CONSTRUCTOR):
-                self.names[symbol.value] = symbol.name
+        for name, address in self._library.exports.items():
+            if name.startswith(CONSTRUCTOR):
+                self.names[address] = name
         self.branches = list(self._branches())
 
     def _branches(self) -> Iterator[tuple[int, bool, int]]:
@@ -110,7 +103,7 @@ class Code:
 
     def gets(self, call: int, size: int) -> bool:
         """Return whether w0 or x0 is set to `size` just before a call."""
-        before = self._words[(call - self._begin) // 4 - 1]
+        before = self._library.instruction(call - 4)
         return before & 0x7FFFFFFF == 0x52800000 | size << 5
 
 
