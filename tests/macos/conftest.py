@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import pytest
 from checks import missing, needed
-from wheels import Wheel, WheelsMissingError, all_wheels, fetch
+from wheels import VERSIONS, Wheel, WheelsMissingError, all_wheels, fetch
+
+if TYPE_CHECKING:
+    from emulated_mlx import EmulatedMlx
+    from emulator_system import Libraries
 
 
 @pytest.fixture(scope="session")
@@ -28,3 +34,22 @@ def wheel(request: pytest.FixtureRequest) -> Wheel:
     except WheelsMissingError as error:
         missing(str(error))
     return one
+
+
+@pytest.fixture(scope="session")
+def system(tmp_path_factory: pytest.TempPathFactory, wheels: list[Wheel]) -> Libraries:
+    """Build what stands for the system's libraries."""
+    from emulated_mlx import build_system  # needs an emulator
+
+    return build_system(tmp_path_factory.mktemp("system"), wheels)
+
+
+@pytest.fixture(scope="module", params=VERSIONS)
+def emulated(
+    request: pytest.FixtureRequest, system: Libraries, wheels: list[Wheel]
+) -> EmulatedMlx:
+    """Load one wheel of each version."""
+    from emulated_mlx import EmulatedMlx
+
+    wheel = next(wheel for wheel in wheels if wheel.version == request.param)
+    return EmulatedMlx(system, wheel)

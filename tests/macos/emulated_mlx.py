@@ -30,12 +30,11 @@ COUNTERS = {
     "cache": "__ZN3mlx4core16get_cache_memoryEv",
     "peak": "__ZN3mlx4core15get_peak_memoryEv",
 }
-CLEAR_CACHE = "__ZN3mlx4core11clear_cacheEv"
 OPERATOR_NEW = "__Znwm"
 
 FLOAT32 = 11 | 4 << 32
 ON_ZERO_SHARED = 2  # of a control block's vtable
-MALLOC, FREE, SIZE, MAKE_BUFFER, RELEASE = range(5)  # of an allocator's
+MALLOC, FREE, SIZE = range(3)  # of an allocator's
 DESC = 368
 HEAD = 24  # of the control block, before the ArrayDesc
 
@@ -72,6 +71,7 @@ class EmulatedMlx:
     """A process that has imported MLX, as far as its own code goes."""
 
     def __init__(self, system: Libraries, wheel: Wheel) -> None:
+        self.version = wheel.version
         self.mac = Mac(system)
         self.metal = Metal(self.mac)
         self.libmlx: Image = self.mac.loader.load(wheel.libmlx)

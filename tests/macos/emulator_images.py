@@ -55,14 +55,6 @@ class Image:
             if binding.has_symbol and binding.symbol.name == symbol
         ]
 
-    def contents(self, process: Process) -> dict[str, bytes]:
-        """Return the bytes of each segment as they are now."""
-        return {
-            name: process.read(begin, size)
-            for name, begin, size, _ in self.segments
-            if size
-        }
-
 
 class Loader:
     """The images of a process, in load order.
@@ -78,22 +70,10 @@ class Loader:
         process.map(self._thread_local, PAGE, READ | EXECUTE)
         process.write(self._thread_local, _THREAD_LOCAL)
 
-    def load(
-        self,
-        path: Path,
-        *,
-        in_shared_cache: bool = False,
-        change: Callable[[bytearray, Any], None] | None = None,
-    ) -> Image:
-        """Map a file and set its pointers; none of its code runs.
-
-        change(bytes, parsed) alters the file before it is mapped.
-        """
-        raw = bytearray(path.read_bytes())
-        parsed = lief.MachO.parse(bytes(raw)).at(0)
-        if change:
-            change(raw, parsed)
-            parsed = lief.MachO.parse(bytes(raw)).at(0)
+    def load(self, path: Path, *, in_shared_cache: bool = False) -> Image:
+        """Map a file and set its pointers; none of its code runs."""
+        raw = path.read_bytes()
+        parsed = lief.MachO.parse(raw).at(0)
         segments = [s for s in parsed.segments if s.virtual_size]
         size = max(s.virtual_address + s.virtual_size for s in segments)
         base = self.process.reserve(size)
@@ -103,7 +83,7 @@ class Loader:
             self.process.map(
                 base + s.virtual_address, s.virtual_size, int(s.init_protection)
             )
-            self.process.write(base + s.virtual_address, bytes(raw[begin:end]))
+            self.process.write(base + s.virtual_address, raw[begin:end])
         self._name(image)
         self.images.append(image)
         self._set_pointers(image)

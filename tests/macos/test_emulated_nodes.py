@@ -11,27 +11,10 @@ import emulated_mlx as mlx
 import pytest
 from emulated_mlx import Array, EmulatedMlx
 from emulator import Process
-from emulator_system import Libraries
-from wheels import VERSIONS, Wheel
 
 PATTERN = 0xA5
 STATUS_PADDING, TRACER_PADDING, TAIL_PADDING = 220, 268, 364
 MOV_W0_392 = bytes.fromhex("00318052")
-
-
-@pytest.fixture(scope="module")
-def system(tmp_path_factory: pytest.TempPathFactory, wheels: list[Wheel]) -> Libraries:
-    """Build what stands for the system's libraries."""
-    return mlx.build_system(tmp_path_factory.mktemp("system"), wheels)
-
-
-@pytest.fixture(scope="module", params=VERSIONS)
-def emulated(
-    request: pytest.FixtureRequest, system: Libraries, wheels: list[Wheel]
-) -> EmulatedMlx:
-    """Load one wheel of each version."""
-    wheel = next(wheel for wheel in wheels if wheel.version == request.param)
-    return EmulatedMlx(system, wheel)
 
 
 def numbers(process: Process, vector: int, letter: str) -> list[int]:
