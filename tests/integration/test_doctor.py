@@ -111,9 +111,11 @@ def test_the_tiny_program_is_recorded_to_the_byte() -> None:
     assert recorded["arrays not evaluated"] == 3
     if not ON_CUDA:
         kept = 4 * (300 * 200 + 200 * 100 + 300 * 100)
-        assert recorded["active bytes"] == kept
-        assert kept <= recorded["peak bytes"] < kept + 1000
-        assert recorded["active bytes, after frees"] == 0
+        # MLX before 0.31 holds two scalars from its first operations on.
+        held = recorded["active bytes, after frees"]
+        assert held in (0, 8)
+        assert recorded["active bytes"] == kept + held
+        assert kept + held <= recorded["peak bytes"] < kept + held + 1000
         assert recorded["cached bytes"] >= (kept if HAS_CPU_CACHE else 0)
     assert recorded["cached bytes, after clear_cache"] == 0
 
