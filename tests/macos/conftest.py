@@ -9,6 +9,8 @@ from checks import missing, needed
 from wheels import VERSIONS, Wheel, WheelsMissingError, all_wheels, fetch
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from emulated_mlx import EmulatedMlx
     from emulator_system import Libraries
 
@@ -37,11 +39,23 @@ def wheel(request: pytest.FixtureRequest) -> Wheel:
 
 
 @pytest.fixture(scope="session")
-def system(tmp_path_factory: pytest.TempPathFactory, wheels: list[Wheel]) -> Libraries:
+def mlxmem_dylib(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Build mlxmem's own library for macOS."""
+    from emulated_mlxmem import build_dylib  # needs an emulator
+
+    return build_dylib(tmp_path_factory.mktemp("mlxmem") / "_native.dylib")
+
+
+@pytest.fixture(scope="session")
+def system(
+    tmp_path_factory: pytest.TempPathFactory, wheels: list[Wheel], mlxmem_dylib: Path
+) -> Libraries:
     """Build what stands for the system's libraries."""
     from emulated_mlx import build_system  # needs an emulator
+    from emulated_mlxmem import symbols_of_cxx
 
-    return build_system(tmp_path_factory.mktemp("system"), wheels)
+    folder = tmp_path_factory.mktemp("system")
+    return build_system(folder, wheels, symbols_of_cxx(mlxmem_dylib))
 
 
 @pytest.fixture(scope="module", params=VERSIONS)

@@ -11,8 +11,9 @@
 char* emulated_heap;
 char* emulated_heap_end;
 
-// Blocks of 16 bytes, 32, 64 and so on, each after a word with its class.
-enum { kClasses = 48, kHead = 16 };
+// Blocks of 16 bytes, 32, 64 and so on, each after a word with its class. What
+// is aligned more lies in a block, after a word that says so and its address.
+enum { kClasses = 48, kHead = 16, kAligned = kClasses };
 static void* free_blocks[kClasses];
 
 static int class_of(size_t size) {
@@ -40,9 +41,16 @@ void* malloc(size_t size) {
   return made;
 }
 
+static uint64_t* head_of(void* block) {
+  return (uint64_t*)((char*)block - kHead);
+}
+
 void free(void* block) {
+  if (block && *head_of(block) == kAligned) {
+    block = (void*)head_of(block)[1];
+  }
   if (block) {
-    uint64_t which = *(uint64_t*)((char*)block - kHead);
+    uint64_t which = *head_of(block);
     *(void**)block = free_blocks[which];
     free_blocks[which] = block;
   }
@@ -87,7 +95,7 @@ void* calloc(size_t count, size_t size) {
 void* realloc(void* block, size_t size) {
   void* moved = malloc(size);
   if (moved && block) {
-    size_t old = (size_t)16 << *(uint64_t*)((char*)block - kHead);
+    size_t old = (size_t)16 << *head_of(block);
     memmove(moved, block, old < size ? old : size);
     free(block);
   }
@@ -95,7 +103,15 @@ void* realloc(void* block, size_t size) {
 }
 
 void* aligned_alloc(size_t alignment, size_t size) {
-  return alignment <= 16 ? malloc(size) : NULL;
+  char* block = malloc(alignment <= 16 ? size : size + alignment);
+  uintptr_t past = (uintptr_t)block % alignment;
+  if (block && past) {
+    char* aligned = block + alignment - past;
+    head_of(aligned)[0] = kAligned;
+    head_of(aligned)[1] = (uint64_t)block;
+    block = aligned;
+  }
+  return block;
 }
 
 int memcmp(const void* a, const void* b, size_t size) {

@@ -30,6 +30,8 @@ COUNTERS = {
     "cache": "__ZN3mlx4core16get_cache_memoryEv",
     "peak": "__ZN3mlx4core15get_peak_memoryEv",
 }
+CLEAR_CACHE = "__ZN3mlx4core11clear_cacheEv"
+SET_CACHE_LIMIT = "__ZN3mlx4core15set_cache_limitEm"
 OPERATOR_NEW = "__Znwm"
 
 FLOAT32 = 11 | 4 << 32
@@ -39,10 +41,13 @@ DESC = 368
 HEAD = 24  # of the control block, before the ArrayDesc
 
 
-def build_system(out: Path, wheels: list[Wheel]) -> Libraries:
-    """Build the system's libraries, or skip where there is no zig."""
+def build_system(out: Path, wheels: list[Wheel], of_cxx: set[str]) -> Libraries:
+    """Build the system's libraries, or skip where there is no zig.
+
+    of_cxx: what is to be in libc++ besides what MLX needs.
+    """
     lief = needed("lief")
-    symbols = set()
+    symbols = set(of_cxx)
     for wheel in wheels:
         for path in (wheel.libmlx, wheel.core):
             symbols |= {
@@ -72,10 +77,17 @@ class EmulatedMlx:
 
     def __init__(self, system: Libraries, wheel: Wheel) -> None:
         self.version = wheel.version
+        self.wheel = wheel
         self.mac = Mac(system)
         self.metal = Metal(self.mac)
         self.libmlx: Image = self.mac.loader.load(wheel.libmlx)
         self.mac.loader.run_initializers(self.libmlx)
+
+    def load_core(self) -> Image:
+        """Map core.so, too, which runs in a Python of which two functions are here."""
+        for name in ("_PyEval_SaveThread", "_PyEval_RestoreThread"):
+            self.mac.replace(name, lambda _: 0)
+        return self.mac.loader.load(self.wheel.core)
 
     def call(self, symbol: str, *arguments: int) -> int:
         return self.mac.call(self.libmlx.exports[symbol], *arguments)

@@ -98,6 +98,15 @@ class Process:
         """Return begin, end and protection of what is mapped there or after it."""
         return next((r for r in self._regions if r[1] > address), None)
 
+    def protections(self) -> list[tuple[int, int, int]]:
+        """Return begin, end and protection of all that is mapped, as few as can be."""
+        found: list[tuple[int, int, int]] = []
+        for begin, end, protection in self._regions:
+            if found and found[-1][1:] == (begin, protection):
+                begin = found.pop()[0]
+            found.append((begin, end, protection))
+        return found
+
     def read(self, address: int, size: int) -> bytes:
         return bytes(self._uc.mem_read(address, size))
 

@@ -106,6 +106,7 @@ class Mac(Process):
         self.protect_calls: list[ProtectCall] = []
         self.environment: dict[str, str] = {}
         self.hidden_symbols: set[str] = set()
+        self.said = ""  # to stderr
         self._texts: dict[str, int] = {}
         self._data: dict[str, int] = {}
         self._system = _functions()
@@ -328,6 +329,23 @@ def _snprintf(mac: Mac) -> int:
     return len(raw)
 
 
+def _fwrite(mac: Mac) -> int:
+    size, count = mac.x(1), mac.x(2)
+    mac.said += mac.read(mac.x(0), size * count).decode()
+    return count
+
+
+def _vfprintf(mac: Mac) -> int:
+    text = formatted(mac, mac.text(mac.x(1)), mac.x(2))
+    mac.said += text
+    return len(text)
+
+
+def _fputc(mac: Mac) -> int:
+    mac.said += chr(mac.x(0))
+    return mac.x(0)
+
+
 def _nanoseconds(_mac: Mac) -> int:
     return time.monotonic_ns()
 
@@ -359,7 +377,7 @@ def _dispatch_once(mac: Mac) -> None:
 
 
 def _abort(mac: Mac) -> int:
-    raise AssertionError(f"abort() was called from {mac.return_address():#x}")
+    raise AssertionError(f"abort(), from {mac.return_address():#x}: {mac.said}")
 
 
 def _number(value: int) -> Callable[[Any], int]:
@@ -386,6 +404,9 @@ def _functions() -> dict[str, Callable[[Any], int | None]]:
         "_sysconf": _sysconf,
         "_sysctlbyname": _sysctlbyname,
         "_snprintf": _snprintf,
+        "_fwrite": _fwrite,
+        "_vfprintf": _vfprintf,
+        "_fputc": _fputc,
         "_clock_gettime_nsec_np": _nanoseconds,
         "_clock_gettime": _clock_gettime,
         "_nanosleep": _number(0),
