@@ -32,8 +32,9 @@ demo: $(VENV)/.cpu ## train a small transformer under recording: out.pickle
 test: $(VENV)/.test ## run the tests (PYTEST_ARGS="-k name")
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
 
-test-macos: $(VENV)/.macos ## check the code for macOS on any machine, without a Mac
-	MLXMEM_MACOS_CHECKS=required $(BIN)/python -m pytest tests/macos $(PYTEST_ARGS)
+test-macos: $(VENV)/.macos ## check what is for macOS, and what is packed, without a Mac
+	MLXMEM_MACOS_CHECKS=required $(BIN)/python -m pytest tests/macos tests/packaging \
+	  $(PYTEST_ARGS)
 
 test-matrix: ## run the tests on every supported MLX and Python found
 	$(PYTHON) scripts/test_matrix.py $(MATRIX_ARGS)
