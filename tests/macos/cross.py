@@ -1,6 +1,6 @@
-"""Compiles mlxmem for macOS on any machine, with zig's compiler.
+"""Compiles mlxmem for another system on any machine, with zig's compiler.
 
-What is compiled and with which flags is what setup.py says on a Mac.
+What is compiled and with which flags is what setup.py says on that system.
 """
 
 from __future__ import annotations
@@ -13,12 +13,26 @@ import shutil
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
-TARGET = "aarch64-macos.14.0"
 WARNINGS = ("-Wall", "-Wextra", "-Wunguarded-availability", "-Werror")
+
+
+@dataclass(frozen=True)
+class Target:
+    """A system to compile for, the oldest one."""
+
+    zig: str  # how zig calls it
+    platform: str  # what sys.platform is there
+    complete: tuple[str, ...] = ()  # refuses to link a library that lacks a symbol
+
+
+MACOS = Target("aarch64-macos.14.0", "darwin")
+# MLX's wheels are manylinux_2_35.
+LINUX_ARM = Target("aarch64-linux-gnu.2.35", "linux", ("-Wl,-z,defs",))
 
 # setup() keeps what it was given; Cython is not called, and need not be there.
 _READ_SETUP = """
@@ -30,7 +44,7 @@ sys.modules["Cython"] = types.ModuleType("Cython")
 sys.modules["Cython.Build"] = build
 given = {}
 setuptools.setup = given.update
-sys.platform = "darwin"
+sys.platform = sys.argv[1]
 runpy.run_path("setup.py")
 fields = (
     "name", "language", "sources", "include_dirs",
@@ -44,7 +58,7 @@ print(json.dumps([
 
 
 class ToolMissingError(Exception):
-    """There is nothing to compile for macOS with."""
+    """There is nothing to compile with."""
 
 
 def zig() -> list[str]:
@@ -63,10 +77,10 @@ def zig() -> list[str]:
     return [program]
 
 
-def extensions_on_a_mac() -> dict[str, dict[str, Any]]:
+def extensions_on(target: Target) -> dict[str, dict[str, Any]]:
     """Return the extensions that setup.py builds there, by name."""
     done = subprocess.run(
-        [sys.executable, "-c", _READ_SETUP],
+        [sys.executable, "-c", _READ_SETUP, target.platform],
         cwd=ROOT,
         check=True,
         stdout=subprocess.PIPE,
@@ -75,8 +89,10 @@ def extensions_on_a_mac() -> dict[str, dict[str, Any]]:
     return {found["name"]: found for found in json.loads(done.stdout)}
 
 
-def compile_object(source: Path, out: Path, *flags: str) -> Path:
-    """Compile a C or C++ file for macOS and return `out`; a warning is an error.
+def compile_object(
+    source: Path, out: Path, *flags: str, target: Target = MACOS
+) -> Path:
+    """Compile a C or C++ file and return `out`; a warning is an error.
 
     Raises
     ------
@@ -84,7 +100,7 @@ def compile_object(source: Path, out: Path, *flags: str) -> Path:
         It does not compile; the compiler's output is in `stdout`.
     """
     compiler = "cc" if source.suffix == ".c" else "c++"
-    _call(compiler, *WARNINGS, *flags, "-c", str(source), "-o", str(out))
+    _call(compiler, target, *WARNINGS, *flags, "-c", str(source), "-o", str(out))
     return out
 
 
@@ -95,6 +111,7 @@ def link(out: Path, *objects: Path, compiler: str = "cc") -> Path:
     """
     _call(
         compiler,
+        MACOS,
         "-shared",
         "-Wl,-undefined,dynamic_lookup",
         "-o",
@@ -114,9 +131,9 @@ def zig_library() -> Path:
     return ROOT / found[1]
 
 
-def _call(compiler: str, *arguments: str) -> None:
+def _call(compiler: str, target: Target, *arguments: str) -> None:
     subprocess.run(
-        [*zig(), compiler, "-target", TARGET, *arguments],
+        [*zig(), compiler, "-target", target.zig, *arguments],
         cwd=ROOT,
         check=True,
         stdout=subprocess.PIPE,
@@ -131,11 +148,11 @@ def flags_of(extension: dict[str, Any]) -> list[str]:
     return [*extension["extra_compile_args"], *includes]
 
 
-def build_native_dylib(out: Path) -> Path:
-    """Build the whole native library as a dylib for arm64 and return `out`.
+def build_native_library(out: Path, target: Target = MACOS) -> Path:
+    """Build the whole native library and return `out`.
 
-    zig links its own libc++ into it, which on a Mac is the system's; and it makes a
-    dylib, where Python's own flags on a Mac make a bundle of the same objects.
+    zig links its own libc++ into it, where the system has one; and it makes a dylib,
+    where Python's own flags on a Mac make a bundle of the same objects.
 
     Raises
     ------
@@ -144,16 +161,23 @@ def build_native_dylib(out: Path) -> Path:
     subprocess.CalledProcessError
         A file does not compile or a symbol is missing; see its `stdout`.
     """
-    native = extensions_on_a_mac()["mlxmem._native"]
+    native = extensions_on(target)["mlxmem._native"]
     flags = flags_of(native)
     objects = out.with_suffix(".objects")
     objects.mkdir(parents=True, exist_ok=True)
 
     def compiled(source: str) -> str:
         made = objects / Path(source).with_suffix(".o").name
-        return str(compile_object(Path(source), made, *flags))
+        return str(compile_object(Path(source), made, *flags, target=target))
 
     with ThreadPoolExecutor(min(4, os.cpu_count() or 1)) as pool:
         made = list(pool.map(compiled, native["sources"]))
-    _call("c++", "-shared", *native["extra_link_args"], "-o", str(out), *made)
+    flags = [*native["extra_link_args"], *target.complete]
+    _call("c++", target, "-shared", *flags, "-o", str(out), *made)
     return out
+
+
+def declared_functions() -> set[str]:
+    """Return the names that csrc's headers say are exported."""
+    text = "".join(path.read_text() for path in (ROOT / "csrc").glob("*.h"))
+    return set(re.findall(r"^MLXMEM_API\b[^;(]*?\b(mlxmem_\w+)\(", text, re.MULTILINE))

@@ -114,7 +114,7 @@ def build_dylib(out: Path) -> Path:
     needed("lief")
     needed("setuptools")
     try:
-        cross.build_native_dylib(out)
+        cross.build_native_library(out)
         return cross.link(out, *sorted(out.with_suffix(".objects").glob("*.o")))
     except cross.ToolMissingError as error:
         missing(f"{error}: {HINT}")

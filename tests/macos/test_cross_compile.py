@@ -6,7 +6,6 @@ linked in, where on a Mac that of the system is loaded.
 
 from __future__ import annotations
 
-import re
 import subprocess
 import sys
 import sysconfig
@@ -51,7 +50,7 @@ def dylib(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Build the native library, without a warning."""
     needed("setuptools")
     try:
-        return cross.build_native_dylib(tmp_path_factory.mktemp("macos") / "n.dylib")
+        return cross.build_native_library(tmp_path_factory.mktemp("macos") / "n.dylib")
     except cross.ToolMissingError as error:
         missing(f"{error}: {HINT}")
     except subprocess.CalledProcessError as error:
@@ -66,15 +65,9 @@ def image(dylib: Path) -> Any:
     return fat.at(0)
 
 
-def functions_of_the_headers() -> set[str]:
-    """Return the names that csrc's headers say are exported."""
-    text = "".join(path.read_text() for path in (cross.ROOT / "csrc").glob("*.h"))
-    return set(re.findall(r"^MLXMEM_API\b[^;(]*?\b(mlxmem_\w+)\(", text, re.MULTILINE))
-
-
 def test_it_exports_the_functions_of_the_headers_and_nothing_else(image: Any) -> None:
     # GIVEN what the headers declare for Python
-    declared = functions_of_the_headers()
+    declared = cross.declared_functions()
     assert {"mlxmem_attach", "mlxmem_catch_termination"} <= declared
 
     # WHEN the library is linked for macOS
@@ -150,7 +143,7 @@ def test_the_cython_modules_compile(tmp_path: Path) -> None:
     """With this machine's Python, whose pyconfig.h is its own system's."""
     # GIVEN the C and C++ that Cython makes
     needed("Cython")
-    extensions = cross.extensions_on_a_mac()
+    extensions = cross.extensions_on(cross.MACOS)
     del extensions["mlxmem._native"]
     includes = sysconfig.get_paths()["include"]
     if not Path(includes, "Python.h").exists():
