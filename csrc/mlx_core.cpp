@@ -8,6 +8,7 @@
 #include "originals.h"
 
 #if MLXMEM_MACOS
+#include "direct_calls.h"
 #include "macos_nodes.h"
 #endif
 
@@ -119,6 +120,21 @@ void use_allocator(MlxCore* core, void** allocator) {
             " of the allocator's vtable is not a function of libmlx (malloc, "
             "free, size, make_buffer, release and two destructors expected)");
   }
+#if MLXMEM_MACOS
+  // The compiler knows the class of the one allocator, and may call it so.
+  size_t n_direct = direct_calls(
+      mlx.image,
+      {vtable[abi::kMalloc],
+       vtable[abi::kFree],
+       vtable[abi::kMakeBuffer],
+       vtable[abi::kRelease]});
+  require(
+      n_direct == 0,
+      "libmlx calls what is patched of the allocator through its vtable alone",
+      std::to_string(n_direct) + " other calls",
+      "libmlx calls the allocator past its vtable at " +
+          std::to_string(n_direct) + " places");
+#endif
   originals.allocator = mlx.allocator;
   bool is_cuda = std::strstr(type->name(), abi::kCudaAllocatorName) != nullptr;
   originals.uses_host_memory =

@@ -35,6 +35,7 @@ LEAF_CONSTRUCTOR = (
     "__ZN3mlx4core5array9ArrayDescC1E"
     "NS0_11SmallVectorIiLm10ENSt3__19allocatorIiEEEENS0_5DtypeE"
 )
+METAL_MALLOC = "__ZN3mlx4core5metal14MetalAllocator6mallocEm"
 MOV_NODE_SIZE = 0x52803100  # mov w0, #0x188
 CALL = 0b100101  # the first bits of bl
 NO_SYMBOL = 0x40000000  # in the table of indirect symbols
@@ -390,6 +391,13 @@ def one_more_node(of: Library) -> Edit:
     return Edit(LIBMLX, at, (CALL << 26 | distance & 0x3FFFFFF).to_bytes(4, "little"))
 
 
+def direct_call(of: Library) -> Edit:
+    """Call the allocator's malloc by its address."""
+    at = of.code[0].start
+    distance = (of.symbols[METAL_MALLOC] - at) // 4
+    return Edit(LIBMLX, at, (CALL << 26 | distance & 0x3FFFFFF).to_bytes(4, "little"))
+
+
 def another_name(name: str, index: int, of: Library) -> Edit:
     """Rename a type."""
     return Edit(index, of.type_name(name), name[:7].lower().encode())
@@ -437,6 +445,10 @@ CHANGES = {
     "an allocator's function elsewhere": lambda libmlx, _: (
         Edit(LIBMLX, libmlx.symbols[ALLOCATOR_VTABLE] + 5 * WORD, bytes(WORD)),
         "slot 3 of the allocator's vtable is not a function of libmlx",
+    ),
+    "a call past the allocator's vtable": lambda libmlx, _: (
+        direct_call(libmlx),
+        r"libmlx calls the allocator past its vtable at 1 places",
     ),
     "no slot of operator new": lambda libmlx, _: (
         no_import("__Znwm", LIBMLX, libmlx),
