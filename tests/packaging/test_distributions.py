@@ -24,7 +24,7 @@ import mlxmem
 ROOT = Path(__file__).resolve().parents[2]
 NAME = f"mlxmem-{mlxmem.__version__}"
 # Kept in the repository, of no use without it.
-LEFT_OUT = (".ci/", ".cuda/", ".github/", ".gitignore")
+LEFT_OUT = (".ci/", ".github/", ".gitignore")
 MADE_BY_SETUPTOOLS = {
     "PKG-INFO",
     "setup.cfg",
